@@ -1,0 +1,229 @@
+"""Applying the plans to a model, in the only order that works: recompute, offload, chunk, shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .arguments import CutRule
+from .block import BlockSettings, block_settings, make_chunked, own_forward
+from .checks import check_structure
+from .materialize import materialize
+from .offload import ActivationStore
+from .patterns import check_not_nested, match_modules
+from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
+from .replicated import ReplicatedParameters
+from .report import Notices, StepCounter
+from .sharding import ShardedModel, gather_around, initialize, shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """What is asked for: the plans, and which of them are switched on.
+
+    Raises:
+        ValueError: the plans contradict each other, or none names a block.
+    """
+
+    recompute: bool = True
+    recompute_plan: RecomputePlan | None = None
+    enable_activation_offload: bool = True
+    activation_offload_plan: ActivationOffloadPlan | None = None
+    enable_chunk_mbs: bool = True
+    chunkmbs_plan: ChunkMBSPlan | None = None
+    fsdp_plan: FSDPPlan | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable_chunk_mbs and not self.recompute:
+            raise ValueError(
+                "Chunks are recomputed in backward, so chunking needs recomputation; recompute is false and "
+                "enable_chunk_mbs is true. Write recompute: true, or enable_chunk_mbs: false."
+            )
+        if self.enable_activation_offload and not self.recompute:
+            raise ValueError(
+                "Only entry activations of recomputed blocks are offloaded; recompute is false and "
+                "enable_activation_offload is true. Write recompute: true, or enable_activation_offload: false."
+            )
+        if self.enable_chunk_mbs and self.chunkmbs_plan is None:
+            raise ValueError(
+                "Nothing says which blocks are cut into chunks. Declare it in the strategy, for example "
+                "ChunkMBSStrategy(chunkmbs_plan=ChunkMBSPlan(apply_modules=['model.layers.{*}'], chunk_mbs=1)), or on "
+                "the module, for example class MyModule(ChunkMBSMixin, LightningModule): chunkmbs_plan = "
+                "ChunkMBSPlan(apply_modules=['model.layers.{*}']). Without chunking write enable_chunk_mbs: false."
+            )
+        if not (self.recompute and (self.recompute_plan or self.chunkmbs_plan)):
+            raise ValueError(
+                "No plan that is switched on names a block. Write recompute: true and a recompute_plan or a "
+                "chunkmbs_plan, or use Lightning's ModelParallelStrategy."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """Names of the modules that each plan covers, in definition order."""
+
+    chunk: list[str]
+    recompute: list[str]
+    offload: list[str]
+    further: list[str]
+
+
+class AppliedModel:
+    """A model to which the plans were applied.
+
+    Attributes:
+        plans: what was asked for.
+        sharded: its FSDP2 groups, through which steps run.
+        replicated: parameters that every rank holds whole.
+        blocks: its blocks by name, in definition order.
+    """
+
+    def __init__(self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter) -> None:
+        self.plans = plans
+        self.mesh = mesh
+        self.counter = counter
+        self._root = root
+        self._notices = Notices()
+        names = _resolve(root, plans)
+        modules = dict(root.named_modules())
+        self.blocks = {name: modules[name] for name in names.recompute}
+        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh)
+        self._log(names)
+        store = ActivationStore(counter)
+        self.store = store
+        for name, block in self.blocks.items():
+            self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
+        # Inner groups come before outer ones: a name sorts before the names below it.
+        further = [modules[name] for name in sorted(names.further, reverse=True)]
+        fsdp_plan = plans.fsdp_plan or FSDPPlan()
+        shard(
+            root,
+            list(self.blocks.values()),
+            further,
+            mesh,
+            reshard_after_forward=fsdp_plan.reshard_after_forward,
+            forward_prefetch=fsdp_plan.forward_prefetch,
+        )
+        self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
+        self.replicated = ReplicatedParameters(root, mesh)
+        self._ready = False
+
+    def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
+        forward, parameters = own_forward(block)
+        settings = BlockSettings(
+            name=name,
+            forward=forward,
+            names=parameters,
+            rule=_cut_rule(self.plans.chunkmbs_plan) if chunked else None,
+            store=store,
+            counter=self.counter,
+            notices=self._notices,
+            gather=gather_around,
+        )
+        make_chunked(block, settings)
+
+    def _log(self, names: _Names) -> None:
+        parts = [f"{len(found)} {kind} ({_brief(found)})" for kind, found in vars(names).items() if found]
+        self._notices.log("applied", "ChunkMBS applied to modules: " + ", ".join(parts))
+        if names.chunk and not names.offload:
+            self._notices.warn(
+                "no offload",
+                "enable_activation_offload is false: the entry activation of every chunk of every block (one hidden "
+                "state of the whole batch for each block) stays on the device until backward.",
+            )
+
+    def make_ready(self, device: torch.device) -> None:
+        """Fill what is on the meta device and agree with the other ranks; does nothing the second time."""
+        if self._ready:
+            return
+        materialize(self._root, device)
+        self._root.to(device)
+        initialize(self._root)
+        self.replicated.broadcast()
+        self._ready = True
+
+    def check_received(self) -> None:
+        """After the first step: refuse a plan whose keywords no block was given, name single ones once.
+
+        Raises:
+            ValueError: no block received any of the plan's ``chunk_kwarg_names``.
+        """
+        declared = self.plans.chunkmbs_plan.chunk_kwarg_names if self.plans.chunkmbs_plan else []
+        settings = [block_settings(block) for block in self.blocks.values()]
+        received = set().union(*(s.received for s in settings if s.rule is not None))
+        missing = [name for name in declared if name not in received]
+        if not self.plans.enable_chunk_mbs or not missing:
+            return
+        if not received:
+            raise ValueError(
+                f"chunk_kwarg_names declares {missing}, and no block was called with any of them in the first step. "
+                f"Write the keywords with which the model calls its blocks, or leave chunk_kwarg_names out."
+            )
+        self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
+
+
+def _cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
+    if plan is None:
+        return None
+    return CutRule(
+        chunk_mbs=plan.chunk_mbs,
+        batch_dim=plan.batch_dim,
+        arg_indexs=tuple(plan.chunk_arg_indexs),
+        kwarg_names=tuple(plan.chunk_kwarg_names),
+        batch_dims=dict(plan.batch_dims),
+    )
+
+
+def _resolve(root: nn.Module, plans: Plans) -> _Names:
+    """Match the plans against the model and check that they cover each other."""
+    names = [name for name, _ in root.named_modules() if name]
+    children = [name for name, _ in root.named_children()]
+
+    def match(plan: object, label: str) -> list[str] | None:
+        patterns: Sequence[str] = getattr(plan, "apply_modules", ())
+        return match_modules(patterns, names, children, plan=label) if patterns else None
+
+    chunk = match(plans.chunkmbs_plan, "chunkmbs_plan") or []
+    recompute = match(plans.recompute_plan, "recompute_plan") or chunk
+    offload = match(plans.activation_offload_plan, "activation_offload_plan") or chunk or recompute
+    further = match(plans.fsdp_plan, "fsdp_plan") or []
+    if not plans.enable_chunk_mbs:
+        chunk = []
+    if not plans.enable_activation_offload:
+        offload = []
+    _check_covered("chunkmbs_plan", chunk, "recompute_plan", recompute)
+    if plans.enable_activation_offload:
+        _check_covered("chunkmbs_plan", chunk, "activation_offload_plan", offload)
+    _check_covered("activation_offload_plan", offload, "recompute_plan", recompute)
+    check_not_nested(recompute, plan="recompute_plan")
+    _check_further(further, recompute)
+    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=further)
+
+
+def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) -> None:
+    missing = [name for name in names if name not in covering]
+    if missing:
+        raise ValueError(
+            f"Every module of {plan} must be in {by} too; {len(missing)} are not: {_brief(missing)}. Add their "
+            f"patterns to {by}.apply_modules, or leave {by} out: it then covers what chunkmbs_plan covers."
+        )
+
+
+def _check_further(further: list[str], blocks: list[str]) -> None:
+    for name in further:
+        block = next((b for b in blocks if name == b or name.startswith(f"{b}.")), None)
+        if block == name:
+            raise ValueError(f"fsdp_plan names further groups; '{name}' is a block and has a group. Delete it there.")
+        if block is not None:
+            raise ValueError(
+                f"fsdp_plan: a group inside a block is not supported yet; '{name}' is inside the block '{block}' and "
+                f"would be gathered again for every chunk. Delete it from fsdp_plan.apply_modules."
+            )
+
+
+def _brief(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, … {names[-1]}"

@@ -1,0 +1,318 @@
+"""Cutting a block call into chunks and joining the outputs of the chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .report import Notices
+from .trees import map_tree, tree_leaves
+
+# Keywords under which models hand a cache of keys and values to their layers.
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+_CACHE_FLAG = "use_cache"
+
+
+# -- cutting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CutRule:
+    """How the calls of one kind of block are cut.
+
+    Attributes:
+        chunk_mbs: samples per chunk.
+        batch_dim: batch dimension of arguments and outputs.
+        arg_indexs: positional arguments that carry the batch.
+        kwarg_names: keyword arguments that carry the batch.
+        batch_dims: batch dimension by argument name where it differs from ``batch_dim``.
+    """
+
+    chunk_mbs: int
+    batch_dim: int = 0
+    arg_indexs: tuple[int, ...] = (0,)
+    kwarg_names: tuple[str, ...] = ()
+    batch_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class _Slot:
+    """Stands in a call's arguments where a tensor goes."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@dataclasses.dataclass
+class _Argument:
+    """A tensor found in a call."""
+
+    key: int | str  # index of the positional argument or keyword it was found in
+    name: str  # that argument's name
+    path: str  # where it was found, for messages
+    tensor: Tensor
+    batch_dim: int | None  # None: not declared to carry the batch
+
+    @property
+    def size(self) -> int:
+        """Size along the batch dimension; 1 for a tensor without dimensions, which broadcasts."""
+        return 1 if self.tensor.ndim == 0 else self.tensor.size(self.batch_dim or 0)
+
+
+Template = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def fill(template: Template, values: Sequence[Tensor]) -> Template:
+    """Return a call's arguments with ``values`` in place of its tensors."""
+    return map_tree(lambda leaf, _: values[leaf.index] if isinstance(leaf, _Slot) else leaf, template)
+
+
+@dataclasses.dataclass
+class CutCall:
+    """One call of a block, cut into chunks.
+
+    Attributes:
+        template: positional and keyword arguments, for :func:`fill`.
+        sizes: samples of each chunk; empty when the call is handed on whole.
+        pieces: for each tensor argument its chunks, or the one tensor that all chunks share.
+        entry: index in ``pieces`` of the entry activation, the tensor that recomputation starts from; None if no
+            tensor needs a gradient.
+    """
+
+    template: Template
+    sizes: tuple[int, ...]
+    pieces: list[tuple[Tensor, ...]]
+    entry: int | None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks, at least one."""
+        return max(1, len(self.sizes))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every piece once, argument by argument."""
+        return [piece for pieces in self.pieces for piece in pieces]
+
+    def replace(self, tensors: Iterator[Tensor]) -> None:
+        """Take new pieces from ``tensors``, in the order of :attr:`tensors`."""
+        self.pieces = [tuple(next(tensors) for _ in pieces) for pieces in self.pieces]
+
+    def chunk(self, i: int) -> list[Tensor]:
+        """Return the tensors of chunk ``i``, one for each tensor argument."""
+        return [pieces[i] if len(pieces) > 1 else pieces[0] for pieces in self.pieces]
+
+
+def cut_call(
+    block: str,
+    rule: CutRule | None,
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    notices: Notices,
+) -> CutCall:
+    """Cut one call of a block into chunks of at most ``rule.chunk_mbs`` samples.
+
+    Args:
+        block: name of the block, for messages.
+        rule: what carries the batch; None hands the call on whole.
+        names: names of the positional parameters of the block's ``forward``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        notices: where warnings go.
+
+    Raises:
+        ValueError: no declared argument holds a tensor, or a declared tensor has neither the batch's size nor 1.
+    """
+    found, template = _find_tensors(rule, names, args, kwargs)
+    sizes: tuple[int, ...] = ()
+    if rule is not None:
+        batch = _batch_size(block, rule, found, args, kwargs)
+        full, rest = divmod(batch, rule.chunk_mbs)
+        sizes = (rule.chunk_mbs,) * full + ((rest,) if rest or not full else ())
+        _warn_undeclared(block, rule, found, batch, notices)
+    pieces = [_cut(argument, sizes) for argument in found]
+    return CutCall(template, sizes, pieces, _entry(found))
+
+
+def _find_tensors(
+    rule: CutRule | None, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[_Argument], Any]:
+    """Return the tensors of a call and its arguments with slots in their places."""
+    found: list[_Argument] = []
+
+    def visit(value: Any, key: int | str, name: str, label: str) -> Any:
+        declared = rule is not None and (key in rule.arg_indexs or key in rule.kwarg_names)
+        dim = rule.batch_dims.get(name, rule.batch_dim) if rule is not None and declared else None
+
+        def leaf(x: Any, path: str) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            found.append(_Argument(key, name, path, x, dim))
+            return _Slot(len(found) - 1)
+
+        return map_tree(leaf, value, label)
+
+    positional = []
+    for i, value in enumerate(args):
+        name = names[i] if i < len(names) else f"args[{i}]"
+        positional.append(visit(value, i, name, f"positional argument {i} ({name})"))
+    keyword = {key: visit(value, key, key, key) for key, value in kwargs.items()}
+    return found, (tuple(positional), keyword)
+
+
+def _batch_size(
+    block: str, rule: CutRule, found: list[_Argument], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Return B and check every declared tensor against it."""
+    declared = [a for a in found if a.batch_dim is not None]
+    if not declared:
+        raise ValueError(
+            f"{block}: a block that is cut needs a declared argument that holds a tensor. Declared are "
+            f"chunk_arg_indexs={list(rule.arg_indexs)} and chunk_kwarg_names={list(rule.kwarg_names)}; the block was "
+            f"called with {len(args)} positional arguments and the keywords {sorted(kwargs)}. Declare the one that "
+            f"holds the hidden states, for example chunk_kwarg_names: [hidden_states]."
+        )
+    for argument in declared:
+        _check_dim(block, argument)
+    order = (*rule.arg_indexs, *rule.kwarg_names)
+    batch = min(declared, key=lambda a: order.index(a.key)).size
+    for argument in declared:
+        if argument.size not in (batch, 1):
+            raise ValueError(
+                f"{block}: a declared tensor has the batch's size B along its batch dimension, or 1. {argument.path} "
+                f"has shape {tuple(argument.tensor.shape)}, that is {argument.size} along dimension "
+                f"{argument.batch_dim}, and B is {batch}. {_batch_dims_hint(argument)}"
+            )
+    return batch
+
+
+def _check_dim(block: str, argument: _Argument) -> None:
+    dim = argument.batch_dim or 0
+    if 0 < argument.tensor.ndim <= dim:
+        raise ValueError(
+            f"{block}: a declared tensor has its batch dimension. {argument.path} has shape "
+            f"{tuple(argument.tensor.shape)} and no dimension {dim}. {_batch_dims_hint(argument)}"
+        )
+
+
+def _batch_dims_hint(argument: _Argument) -> str:
+    return (
+        f"If another dimension carries the batch, write batch_dims: {{{argument.name}: <dimension>}}; if none does, "
+        f"take the argument out of chunk_arg_indexs or chunk_kwarg_names and it is passed whole to every chunk."
+    )
+
+
+def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: int, notices: Notices) -> None:
+    for argument in found:
+        tensor = argument.tensor
+        undeclared = argument.batch_dim is None and tensor.ndim > rule.batch_dim
+        if undeclared and batch > 1 and tensor.size(rule.batch_dim) == batch:
+            notices.warn(
+                f"undeclared {argument.path}",
+                f"{block}: {argument.path} is not declared, so every chunk gets it whole, but its shape "
+                f"{tuple(tensor.shape)} has the batch's size {batch} along dimension {rule.batch_dim}. If it carries "
+                f"the batch, add it to chunk_kwarg_names (or its index to chunk_arg_indexs).",
+            )
+
+
+def _cut(argument: _Argument, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    dim, batch = argument.batch_dim, sum(sizes)
+    if dim is None or argument.tensor.ndim == 0 or argument.size != batch or len(sizes) == 1:
+        return (argument.tensor,)
+    # One split and not a narrow per chunk: its backward writes the gradient of the whole batch once.
+    return argument.tensor.split(sizes, dim)
+
+
+def _entry(found: list[_Argument]) -> int | None:
+    """The first tensor that needs a gradient; a declared one if any is declared."""
+    candidates = [i for i, a in enumerate(found) if a.tensor.is_floating_point() and a.tensor.requires_grad]
+    declared = [i for i in candidates if found[i].batch_dim is not None]
+    return next(iter(declared or candidates), None)
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+def holds_cache(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is given a cache of keys and values."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return any(given.get(name) is not None for name in _CACHES)
+
+
+def drop_cache(
+    block: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], notices: Notices
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call's arguments without cache; recomputation would append to it a second time."""
+    if holds_cache(names, args, kwargs) or kwargs.get(_CACHE_FLAG):
+        notices.warn(
+            "cache",
+            f"{block}: in training a block gets no cache of keys and values (recomputation would append to it twice), "
+            f"so it was dropped. Set use_cache=False in the model's config to silence this.",
+        )
+    off = dict.fromkeys(_CACHES) | {_CACHE_FLAG: False}
+    named = [names[i] if i < len(names) else "" for i in range(len(args))]
+    return (
+        tuple(off.get(name, value) for name, value in zip(named, args, strict=True)),
+        {key: off.get(key, value) for key, value in kwargs.items()},
+    )
+
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+def join_outputs(block: str, outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int) -> Any:
+    """Join the outputs of a call's chunks.
+
+    Batch tensors are concatenated along ``batch_dim``; floating 0-dim tensors become the mean weighted by chunk size;
+    None stays None. Containers are those that :func:`~.trees.map_tree` enters. The output of a single chunk is returned as is.
+
+    Args:
+        block: name of the block, for messages.
+        outputs: one output for each chunk, in the order of the batch.
+        sizes: samples of each chunk.
+        batch_dim: dimension to join along.
+
+    Raises:
+        TypeError: the chunks' outputs differ in structure, or hold something that cannot be joined.
+        ValueError: an output tensor does not have its chunk's size along ``batch_dim``.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    leaves = [tree_leaves(output) for output in outputs]
+    if any([path for path, _ in other] != [path for path, _ in leaves[0]] for other in leaves[1:]):
+        raise TypeError(f"{block}: the chunks of one call returned outputs of different structure; they must agree.")
+    joined = iter(
+        [
+            _join_leaf(block, path, [other[i][1] for other in leaves], sizes, batch_dim)
+            for i, (path, _) in enumerate(leaves[0])
+        ]
+    )
+    return map_tree(lambda _leaf, _path: next(joined), outputs[0])
+
+
+def _join_leaf(block: str, path: str, values: list[Any], sizes: Sequence[int], batch_dim: int) -> Any:
+    if all(value is None for value in values):
+        return None
+    if not all(isinstance(value, Tensor) for value in values):
+        kinds = sorted({type(value).__name__ for value in values})
+        raise TypeError(
+            f"{block}: a block that is cut returns tensors and None (in tuples, lists, dicts or dataclasses); its "
+            f"output{path} is {' and '.join(kinds)}, which cannot be joined. Return it from outside the block, or take "
+            f"the block out of chunkmbs_plan."
+        )
+    if all(value.ndim == 0 and value.is_floating_point() for value in values):
+        weights = [size / sum(sizes) for size in sizes]
+        return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum()
+    for value, size in zip(values, sizes, strict=True):
+        if value.ndim <= batch_dim or value.size(batch_dim) != size:
+            raise ValueError(
+                f"{block}: an output tensor of a block that is cut has its chunk's size along batch_dim={batch_dim}; "
+                f"output{path} ({value.dtype}) has shape {tuple(value.shape)} for a chunk of {size}."
+            )
+    return torch.cat(values, batch_dim)

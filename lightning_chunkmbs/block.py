@@ -1,0 +1,230 @@
+"""ChunkedBlock: one gathered call of a block for many chunks.
+
+[Note: one call for FSDP2]
+FSDP2 gathers in a pre-forward hook and reduces when one autograd node over all inputs of that call has its gradients.
+So a block's chunks are run by one function between FSDP2's two hooks: one gather for the forward pass, one for the
+backward pass, one reduce-scatter after the last chunk, however many chunks there are.
+
+[Note: hooks see the batch]
+FSDP2's hooks are taken off the module (see ``sharding.py``) and called around that function. All other hooks of the
+block stay where they are. They run in ``nn.Module.__call__`` around ``forward``, which for a chunked block stands for
+one micro-batch: they see its arguments and its joined output, once.
+
+[Note: reverse order]
+The chunks run last to first. Autograd runs the nodes made last first, so backward visits the chunks first to last and
+gradients add up in the order of sequential accumulation.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache, join_outputs
+from .offload import ActivationStore
+from .report import Notices, StepCounter
+
+_SETTINGS = "_chunkmbs_settings"
+
+
+def _run_here(fn: Callable[[], Any]) -> Any:
+    return fn()
+
+
+def _no_gather(_module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+    return body(tensors)
+
+
+@dataclass(kw_only=True)
+class BlockSettings:
+    """What a chunked block needs to run.
+
+    Attributes:
+        name: name of the block in its LightningModule, for messages.
+        forward: the block's own forward, called with one chunk.
+        names: names of that forward's positional parameters.
+        rule: how calls are cut; None runs one chunk per micro-batch.
+        store: where entry activations wait for backward; None keeps them on the device.
+        counter: counts block calls and chunks.
+        notices: where warnings go.
+        gather: runs a function over the chunks' tensors with the block's parameters gathered.
+        received: declared keywords that some call of this block was given.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    names: tuple[str, ...]
+    rule: CutRule | None
+    store: ActivationStore | None
+    counter: StepCounter
+    notices: Notices
+    gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
+    received: set[str] = field(default_factory=set)
+
+
+@dataclass
+class BlockCall:
+    """One micro-batch's call of a block.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        run: runs a function in the state (contextvars, grad mode, autocast) of the step that made the call.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    run: Callable[[Callable[[], Any]], Any] = _run_here
+
+
+class ChunkedBlock:
+    """Base of the classes that chunked blocks get in place of their own."""
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """False: Hugging Face layers checkpoint themselves when this is set, and would be recomputed twice."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, on: bool) -> None:
+        if on:
+            _warn_own_checkpointing(getattr(self, _SETTINGS))
+
+
+def make_chunked(module: nn.Module, settings: BlockSettings) -> None:
+    """Turn ``module`` into a chunked block in place: its class changes, names of parameters and modules stay."""
+    # An instance's own forward (some libraries patch one in) would hide the class's.
+    module.__dict__.pop("forward", None)
+    setattr(module, _SETTINGS, settings)
+    if module.__dict__.pop("gradient_checkpointing", False):
+        _warn_own_checkpointing(settings)
+    module.__class__ = _chunked_class(type(module))  # type: ignore[arg-type]
+
+
+def own_forward(module: nn.Module) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return the forward that ``module`` has now and the names of its positional parameters."""
+    patched = module.__dict__.get("forward")
+    forward = patched or functools.partial(type(module).forward, module)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return forward, tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def block_settings(module: nn.Module) -> BlockSettings:
+    """Return the settings of a chunked block."""
+    settings: BlockSettings = getattr(module, _SETTINGS)
+    return settings
+
+
+@functools.cache  # one class per original class: torch.compile guards on it, and `is` comparisons keep working
+def _chunked_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_block(self, [BlockCall(args, kwargs)])[0]
+
+    return type(f"Chunked{cls.__name__}", (ChunkedBlock, cls), {"forward": forward, "__module__": cls.__module__})
+
+
+def run_block(block: nn.Module, calls: Sequence[BlockCall]) -> list[Any]:
+    """Run a block once for several micro-batches and return their joined outputs.
+
+    Args:
+        block: a chunked block.
+        calls: one call for each micro-batch; all of them with gradients or all without.
+    """
+    settings = block_settings(block)
+    cuts = [_cut(settings, call) for call in calls]
+    if torch.is_grad_enabled():
+        settings.counter.add("blocks")
+        settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
+
+    def body(tensors: list[Tensor]) -> list[list[Any]]:
+        pieces = iter(tensors)
+        for cut in cuts:
+            cut.replace(pieces)
+        return _run_chunks(settings, calls, cuts)
+
+    outputs = settings.gather(block, body, [tensor for cut in cuts for tensor in cut.tensors])
+    dim = settings.rule.batch_dim if settings.rule else 0
+    return [join_outputs(settings.name, out, cut.sizes, dim) for out, cut in zip(outputs, cuts, strict=True)]
+
+
+def _cut(settings: BlockSettings, call: BlockCall) -> CutCall:
+    args, kwargs, rule = call.args, call.kwargs, settings.rule
+    if rule is not None:
+        settings.received.update(kwargs.keys() & set(rule.kwarg_names))
+    if torch.is_grad_enabled():
+        args, kwargs = drop_cache(settings.name, settings.names, args, kwargs, settings.notices)
+    elif holds_cache(settings.names, args, kwargs):
+        rule = None  # a cache belongs to the whole batch
+    return cut_call(settings.name, rule, settings.names, args, kwargs, settings.notices)
+
+
+def _run_chunks(settings: BlockSettings, calls: Sequence[BlockCall], cuts: list[CutCall]) -> list[list[Any]]:
+    """Run all chunks, last to first (see [Note: reverse order]), and return their outputs first to last."""
+    outputs: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
+    for call, cut, out in reversed(list(zip(calls, cuts, outputs, strict=True))):
+        for i in reversed(range(cut.chunks)):
+            out[i] = call.run(functools.partial(_run_chunk, settings, cut, i))
+    return outputs
+
+
+def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
+    values = cut.chunk(i)
+    run = _Run(settings.forward, cut.template)
+    if not torch.is_grad_enabled():
+        return run(*values)
+    entry = None if cut.entry is None else values[cut.entry]
+    offload = settings.store.hooks(entry) if settings.store is not None and entry is not None else nullcontext()
+    with offload:
+        # Only positional tensors pass through the saved-tensor hooks, hence the flat call.
+        return checkpoint(run, *values, use_reentrant=False)
+
+
+class _Run:
+    """One chunk's forward, run again by recomputation in the state of its first run.
+
+    Recomputation may come from another thread and after the step has ended. ``checkpoint`` brings back autocast and
+    random numbers; contextvars and the default dtype are brought back here.
+    """
+
+    def __init__(self, forward: Callable[..., Any], template: Template) -> None:
+        self.forward = forward
+        self.template = template
+        self.context: contextvars.Context | None = None
+        self.dtype = torch.get_default_dtype()
+
+    def __call__(self, *values: Tensor) -> Any:
+        if self.context is None:
+            self.context = contextvars.copy_context()
+            return self._run(values)
+        return self.context.copy().run(self._rerun, values)
+
+    def _run(self, values: Sequence[Tensor]) -> Any:
+        args, kwargs = fill(self.template, values)
+        return self.forward(*args, **kwargs)
+
+    def _rerun(self, values: Sequence[Tensor]) -> Any:
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            return self._run(values)
+        finally:
+            torch.set_default_dtype(now)
+
+
+def _warn_own_checkpointing(settings: BlockSettings) -> None:
+    settings.notices.warn(
+        "gradient_checkpointing",
+        f"{settings.name}: recompute_plan recomputes this block already, so the model's own gradient checkpointing is "
+        f"left off for the blocks that the plan names. Delete gradient_checkpointing_enable() to silence this.",
+    )

@@ -1,0 +1,103 @@
+"""What a model must look like before plans are applied to it; refused here, on every rank, before any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from .sharding import group_mesh
+
+
+def check_structure(
+    root: nn.Module, blocks: Mapping[str, nn.Module], further: Mapping[str, nn.Module], mesh: DeviceMesh
+) -> None:
+    """Refuse modules that cannot be chunked or sharded as asked.
+
+    Args:
+        root: the LightningModule.
+        blocks: its blocks by name.
+        further: modules outside blocks that get groups of their own, by name.
+        mesh: 1-dimensional data-parallel mesh.
+
+    Raises:
+        TypeError: a module is wrapped in a way that hides its blocks.
+        ValueError: groups of the model contradict those asked for, or share parameters.
+    """
+    modules = dict(root.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(f"'{name}' is wrapped by FullyShardedDataParallel; this strategy shards it. Unwrap it.")
+    for name, block in blocks.items():
+        _check_wrappers(name, block, modules)
+        _check_groups(name, block, modules, mesh)
+    _check_shared(root, {**blocks, **further})
+
+
+def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    path = [(".".join(name.split(".")[: i + 1])) for i in range(name.count(".") + 1)]
+    wrapper = next((p for p in path if isinstance(modules.get(p), CheckpointWrapper)), None)
+    if wrapper is not None:
+        raise TypeError(
+            f"recompute_plan recomputes the block '{name}' already, and '{wrapper}' has a checkpoint wrapper. Delete "
+            f"the line that applies it (checkpoint_wrapper(...) or apply_activation_checkpointing(...))."
+        )
+    if isinstance(block, OptimizedModule) or block._compiled_call_impl is not None:
+        raise TypeError(
+            f"The block '{name}' is compiled; compiling the whole loop over chunks is not supported yet. Delete the "
+            f"torch.compile(...) or .compile() line for it."
+        )
+
+
+def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+    for child_name, child in block.named_modules():
+        if child is not block and isinstance(child, FSDPModule):
+            raise ValueError(
+                f"A group inside a block is not supported yet; '{name}.{child_name}' has one and would be gathered "
+                f"again for every chunk. Delete the fully_shard(...) call for it."
+            )
+    if isinstance(block, FSDPModule):
+        own = group_mesh(block)
+        if own is not None and own != mesh:
+            raise ValueError(
+                f"The block '{name}' is sharded over another mesh ({own}) than the strategy's ({mesh}). Pass "
+                f"mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call."
+            )
+    elif any(isinstance(p, DTensor) for p in block.parameters()):
+        parents = [n for n, m in modules.items() if isinstance(m, FSDPModule) and name.startswith(f"{n}." if n else "")]
+        owner = max(parents, key=len, default="")
+        raise ValueError(
+            f"The block '{name}' must be a group of its own, and its parameters are in the group of "
+            f"'{owner or 'the LightningModule'}' already. Delete the fully_shard(...) call for that module, or call it "
+            f"after fully_shard(...) for each block."
+        )
+
+
+def _check_shared(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:
+    """Refuse a parameter that two groups would hold: FSDP2 shards it twice and the tie is lost."""
+    names = {module: name for name, module in groups.items()}
+    owners: dict[int, tuple[str, str]] = {}
+    seen: set[tuple[int, str]] = set()
+
+    def walk(module: nn.Module, prefix: str, group: str) -> None:
+        group = names.get(module, group)
+        if (id(module), group) in seen:
+            return
+        seen.add((id(module), group))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owner, first = owners.setdefault(id(parameter), (group, prefix + name))
+            if owner != group and parameter.ndim:
+                raise ValueError(
+                    f"A parameter belongs to one group, and '{first}' (in {owner}) is the same parameter as "
+                    f"'{prefix + name}' (in {group}). Keep tied modules out of the plans, so that both are in the root "
+                    f"group, or untie them."
+                )
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", group)
+
+    walk(root, "", "the root group")

@@ -1,0 +1,249 @@
+"""Plans: which modules to chunk, recompute, offload and shard, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["ActivationOffloadPlan", "ChunkMBSPlan", "FSDPPlan", "RecomputePlan", "coerce_plan"]
+
+_Plan = TypeVar("_Plan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkMBSPlan:
+    """Which modules run their batch in chunks, and which of their arguments carry the batch.
+
+    Args:
+        apply_modules: patterns of the modules to chunk, e.g. ``model.layers.{*}``.
+        chunk_mbs: samples per chunk, not the number of chunks.
+        batch_dim: batch dimension of the arguments and outputs: 0 for ``[b, s, h]``, 1 for ``[s, b, h]``.
+        chunk_arg_indexs: positions of the positional arguments that carry the batch.
+        chunk_kwarg_names: names of the keyword arguments that carry the batch.
+        batch_dims: batch dimension of single arguments where it is another, e.g. ``{position_ids: 1}``.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has the right type but a value that it cannot have.
+    """
+
+    apply_modules: list[str]
+    chunk_mbs: int = 1
+    batch_dim: int = 0
+    chunk_arg_indexs: list[int] = field(default_factory=lambda: [0])
+    chunk_kwarg_names: list[str] = field(default_factory=list)
+    batch_dims: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, self.apply_modules)
+        _check_chunk_mbs(self.chunk_mbs)
+        _check_int("ChunkMBSPlan.batch_dim", self.batch_dim, least=0)
+        _check_chunk_arg_indexs(self.chunk_arg_indexs)
+        _check_chunk_kwarg_names(self.chunk_kwarg_names)
+        _check_batch_dims(self.batch_dims)
+        if not self.chunk_arg_indexs and not self.chunk_kwarg_names:
+            raise ValueError(
+                "ChunkMBSPlan must declare an argument that carries the batch, but chunk_arg_indexs and "
+                "chunk_kwarg_names are both empty; write chunk_arg_indexs: [0] for the first positional argument."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputePlan:
+    """Which modules compute their activations again in backward instead of keeping them.
+
+    Args:
+        apply_modules: patterns of the modules to recompute, e.g. ``model.layers.{*}``.
+
+    Raises:
+        TypeError: ``apply_modules`` is not a list of strings.
+        ValueError: ``apply_modules`` is empty or names a pattern twice.
+    """
+
+    apply_modules: list[str]
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, self.apply_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffloadPlan:
+    """Which recomputed modules keep their entry activations in host memory until backward.
+
+    Args:
+        apply_modules: patterns of the modules to offload, e.g. ``model.layers.{*}``.
+
+    Raises:
+        TypeError: ``apply_modules`` is not a list of strings.
+        ValueError: ``apply_modules`` is empty or names a pattern twice.
+    """
+
+    apply_modules: list[str]
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, self.apply_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPlan:
+    """How parameters are sharded, gathered and freed.
+
+    Args:
+        apply_modules: patterns of further modules that get an FSDP2 group of their own; the blocks always have one.
+        reshard_after_forward: free a block's gathered parameters after its forward; backward gathers them again.
+        forward_prefetch: how many blocks ahead of the running one are gathered in forward.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``forward_prefetch`` is negative, or ``apply_modules`` names a pattern twice.
+    """
+
+    apply_modules: list[str] = field(default_factory=list)
+    reshard_after_forward: bool = True
+    forward_prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, self.apply_modules, may_be_empty=True)
+        _check_bool("FSDPPlan.reshard_after_forward", self.reshard_after_forward)
+        _check_int("FSDPPlan.forward_prefetch", self.forward_prefetch, least=0)
+
+
+# Known keys that have no field yet: the error for them is not the one for a misspelt key.
+_UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
+    ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens", "max_lockstep", "lockstep_attributes"}),
+    RecomputePlan: frozenset({"save_ops"}),
+    ActivationOffloadPlan: frozenset(
+        {"host_memory_gb", "min_bytes", "prefetch_bytes", "pin_memory", "stream_hidden_states"}
+    ),
+    FSDPPlan: frozenset(
+        {
+            "param_dtype",
+            "reduce_dtype",
+            "output_dtype",
+            "cast_forward_inputs",
+            "cpu_offload",
+            "replicate_size",
+            "compile_blocks",
+        }
+    ),
+}
+
+
+def coerce_plan(value: object, cls: type[_Plan], name: str) -> _Plan | None:
+    """Return ``value`` as a plan: ``None`` and plans as they are, a mapping as the plan it describes.
+
+    Args:
+        value: ``None``, an instance of ``cls``, or a mapping of its fields.
+        cls: the class of the plan.
+        name: what error messages call the argument, e.g. ``chunkmbs_plan``.
+
+    Raises:
+        TypeError: ``value`` is anything else, or a field has the wrong type.
+        ValueError: a key is unknown, not supported yet, or missing, or a field has a value that it cannot have.
+    """
+    if value is None or isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} must be a {cls.__name__}, a dict of its fields, or None, but got {value!r} "
+            f"({type(value).__name__})."
+        )
+    _check_keys(value, cls, name)
+    return cls(**value)
+
+
+def _check_keys(value: Mapping[Any, Any], cls: type, name: str) -> None:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in value:
+        if key not in fields:
+            raise ValueError(_unknown_key(str(key), cls, list(fields), name))
+    for key, f in fields.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and key not in value:
+            raise ValueError(f"{name} must have the key {key!r}, but got only {sorted(value)}; add '{key}: …'.")
+
+
+def _unknown_key(key: str, cls: type, fields: list[str], name: str) -> str:
+    if key in _UNSUPPORTED_KEYS.get(cls, ()):
+        return f"{name}: {key!r} is not supported yet by this version; remove it. Supported keys: {', '.join(fields)}."
+    nearest = difflib.get_close_matches(key, fields, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else "remove it."
+    return f"{name} has no key {key!r}; {hint} Its keys: {', '.join(fields)}."
+
+
+def _check_patterns(plan: object, patterns: object, *, may_be_empty: bool = False) -> None:
+    where = f"{type(plan).__name__}.apply_modules"
+    if isinstance(patterns, str):
+        raise TypeError(f"{where} must be a list of patterns, but got the string {patterns!r}; write ['{patterns}'].")
+    if not isinstance(patterns, list):
+        raise TypeError(f"{where} must be a list of patterns, but got {patterns!r} ({type(patterns).__name__}).")
+    if not patterns and not may_be_empty:
+        raise ValueError(f"{where} must name a module, but is empty; write for example ['model.layers.{{*}}'].")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"A pattern in {where} must be a string, but got {pattern!r}. In a YAML flow list, patterns with "
+                "braces or stars must be quoted; write ['model.layers.{*}'], or one pattern per line after '- '."
+            )
+    _check_once(where, patterns)
+
+
+def _check_chunk_mbs(value: object) -> None:
+    if value == "auto":
+        raise ValueError(
+            "ChunkMBSPlan.chunk_mbs: 'auto' is not supported yet; give a number, for example chunk_mbs: 1."
+        )
+    _check_int("ChunkMBSPlan.chunk_mbs (samples per chunk)", value, least=1)
+
+
+def _check_chunk_arg_indexs(indexes: object) -> None:
+    where = "ChunkMBSPlan.chunk_arg_indexs"
+    if not isinstance(indexes, list):
+        raise TypeError(f"{where} must be a list of positions, but got {indexes!r}; write for example [0].")
+    for index in indexes:
+        _check_int(f"A position in {where}", index, least=0)
+    _check_once(where, indexes)
+
+
+def _check_chunk_kwarg_names(names: object) -> None:
+    where = "ChunkMBSPlan.chunk_kwarg_names"
+    if not isinstance(names, list):
+        raise TypeError(f"{where} must be a list of names, but got {names!r}; write for example ['attention_mask'].")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"A name in {where} must be a string, but got {name!r} ({type(name).__name__}).")
+    _check_once(where, names)
+
+
+def _check_batch_dims(batch_dims: object) -> None:
+    where = "ChunkMBSPlan.batch_dims"
+    if not isinstance(batch_dims, dict):
+        raise TypeError(f"{where} must map argument names to dimensions, but got {batch_dims!r}; write {{name: 1}}.")
+    for name, dim in batch_dims.items():
+        if not isinstance(name, str):
+            raise TypeError(f"A key of {where} must be the name of an argument, but got {name!r}.")
+        _check_int(f"The dimension of {name!r} in {where}", dim, least=0)
+
+
+def _check_int(what: str, value: object, *, least: int) -> None:
+    # bool is a subclass of int, and True would be taken for 1.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"{what} must be an integer, but got {value!r} ({type(value).__name__}); write {least} or more."
+        )
+    if value < least:
+        raise ValueError(f"{what} must be at least {least}, but got {value}; write {least} or more.")
+
+
+def _check_bool(what: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be true or false, but got {value!r} ({type(value).__name__}).")
+
+
+def _check_once(where: str, items: list[Any]) -> None:
+    for item in items:
+        if items.count(item) > 1:
+            raise ValueError(f"{where} must name everything once, but {item!r} is given twice; delete one of them.")

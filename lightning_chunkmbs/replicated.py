@@ -1,0 +1,49 @@
+"""Parameters that every rank holds whole, because FSDP2 refuses to shard them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+class ReplicatedParameters:
+    """0-dim parameters: every rank holds them, and their gradients are averaged over the ranks.
+
+    Args:
+        root: the LightningModule, after sharding.
+        mesh: 1-dimensional data-parallel mesh.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
+        self._root = root
+        self._group = mesh.get_group()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        # Looked up live: `Module.to` may replace parameters.
+        return [p for p in self._root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)]
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give every rank the values of the first rank."""
+        source = dist.get_global_rank(self._group, 0)
+        for parameter in self._parameters:
+            dist.broadcast(parameter, source, group=self._group)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over the ranks with one all-reduce; a rank without a gradient counts as zero."""
+        parameters = [p for p in self._parameters if p.requires_grad]
+        if not parameters or self._group.size() == 1:
+            return
+        used = [p.grad is not None for p in parameters]
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.stack([g.double() for g in grads] + [torch.tensor(u, device=grads[0].device) for u in used])
+        dist.all_reduce(flat, group=self._group)
+        mean, used_by = flat[: len(grads)] / self._group.size(), flat[len(grads) :]
+        for parameter, grad, value, ranks in zip(parameters, grads, mean, used_by, strict=True):
+            if ranks > 0:
+                parameter.grad = grad.copy_(value)

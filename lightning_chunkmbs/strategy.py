@@ -1,0 +1,293 @@
+"""ChunkMBSStrategy: FSDP2, recomputation, activation offload and chunking under Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .apply import AppliedModel, Plans
+from .mixin import ChunkMBSMixin
+from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
+from .precision import precision_plugin_for
+from .report import StepCounter, StepReport
+
+_APPLIED = "_chunkmbs_applied"
+_PLANS: dict[str, type] = {
+    "recompute_plan": RecomputePlan,
+    "activation_offload_plan": ActivationOffloadPlan,
+    "chunkmbs_plan": ChunkMBSPlan,
+    "fsdp_plan": FSDPPlan,
+}
+
+
+class ChunkMBSStrategy(ModelParallelStrategy):
+    """Trains with FSDP2 and runs the work of an optimizer step through each gathered block in micro-chunks.
+
+    Each block named by the plans becomes an FSDP2 group, recomputed in backward from entry activations that wait in
+    host memory. A block named by ``chunkmbs_plan`` is gathered once per pass for all chunks of a batch. Plans are
+    dataclasses or dicts of their fields; one that is None is taken from a module with
+    :class:`~lightning_chunkmbs.ChunkMBSMixin`, and otherwise covers what ``chunkmbs_plan`` covers.
+
+    Args:
+        recompute: recompute the blocks of ``recompute_plan`` in backward.
+        recompute_plan: which blocks are recomputed.
+        enable_activation_offload: keep entry activations of recomputed blocks on the host.
+        activation_offload_plan: which blocks' entry activations are offloaded.
+        enable_chunk_mbs: cut the batch inside the blocks of ``chunkmbs_plan``.
+        chunkmbs_plan: which blocks are cut, into chunks of how many samples, and what carries the batch.
+        fsdp_plan: further FSDP2 groups outside blocks, resharding and prefetching.
+        data_parallel_size: ranks that share the data; ``"auto"``: all devices divided by ``tensor_parallel_size``.
+        tensor_parallel_size: must be 1 in this version.
+        save_distributed_checkpoint: write a folder with each rank's shards; False: one file with everything.
+        process_group_backend: backend of torch.distributed; None: the device's default.
+        timeout: timeout of collectives.
+
+    Raises:
+        ValueError, TypeError: an argument is impossible. Plans are checked against the model in :meth:`apply`.
+    """
+
+    def __init__(
+        self,
+        recompute: bool = True,
+        recompute_plan: RecomputePlan | None = None,
+        enable_activation_offload: bool = True,
+        activation_offload_plan: ActivationOffloadPlan | None = None,
+        enable_chunk_mbs: bool = True,
+        chunkmbs_plan: ChunkMBSPlan | None = None,
+        fsdp_plan: FSDPPlan | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+        )
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1, tensor parallelism is not supported yet; it is "
+                f"{tensor_parallel_size!r}. Write tensor_parallel_size: 1."
+            )
+        given = {
+            "recompute_plan": recompute_plan,
+            "activation_offload_plan": activation_offload_plan,
+            "chunkmbs_plan": chunkmbs_plan,
+            "fsdp_plan": fsdp_plan,
+        }
+        self._given = {name: coerce_plan(plan, _PLANS[name], name) for name, plan in given.items()}
+        self._switches: dict[str, Any] = {
+            "recompute": recompute,
+            "enable_activation_offload": enable_activation_offload,
+            "enable_chunk_mbs": enable_chunk_mbs,
+        }
+        self._applied: AppliedModel | None = None
+        self._accumulating = False
+        self._first_step_checked = False
+        self._step_report = StepReport()
+
+    # -- what users call ---------------------------------------------------------------------------------------------
+
+    def apply(self, module: pl.LightningModule) -> None:
+        """Apply the plans to ``module`` in place; does nothing when they already are.
+
+        Called by the strategy right after ``configure_model``, and by the mixin's ``configure_model``.
+
+        Raises:
+            ValueError, TypeError: the plans do not fit the module.
+            RuntimeError: called before processes have started, or other plans were applied to the module before.
+        """
+        plans = self._plans_for(module)
+        applied: AppliedModel | None = module.__dict__.get(_APPLIED)
+        mesh = self.device_mesh["data_parallel"]
+        if applied is None:
+            applied = AppliedModel(module, plans, mesh, StepCounter())
+            module.__dict__[_APPLIED] = applied
+        elif applied.plans != plans or applied.mesh != mesh:
+            raise RuntimeError(
+                f"A module keeps the plans and devices it was first run with; {type(module).__name__} was given others "
+                f"now. Build a new module for the new Trainer (and load the checkpoint into it)."
+            )
+        self._applied = applied
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep parameters outside blocks gathered, for calls of the model outside the four steps.
+
+        A direct child of the LightningModule may be called (``self.model.generate(...)`` in a hook) without this; then
+        each call gathers. All ranks must enter. Nothing run inside may be back-propagated afterwards.
+        """
+        with self._ready_model.sharded.gathered():
+            yield
+
+    @property
+    def step_report(self) -> StepReport:
+        """What the last optimizer step did on this rank; zeros before the first."""
+        return self._step_report
+
+    # -- setup -------------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, always one that this strategy supports."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin_for(plugin)
+
+    def setup_environment(self) -> None:
+        """Start processes' communication and make the device mesh, once for all runs of this strategy."""
+        if self._device_mesh is None:
+            if self._data_parallel_size == "auto":
+                self._data_parallel_size = self.num_nodes * self.num_processes
+            super().setup_environment()
+            return
+        # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
+        self._setup_distributed()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Apply the plans, fill the model and build optimizers."""
+        module, accelerator = self.lightning_module, self.accelerator
+        if module is None or accelerator is None:
+            raise RuntimeError("The strategy is set up by a Trainer that was given a LightningModule.")
+        accelerator.setup(trainer)
+        self.apply(module)
+        self._ready_model.make_ready(self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.barrier()
+        # NCCL would otherwise run these loops in inference mode, whose tensors the next fit cannot use.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _plans_for(self, module: pl.LightningModule) -> Plans:
+        declared: dict[str, Any] = {}
+        for name, plan in self._given.items():
+            if plan is None and isinstance(module, ChunkMBSMixin) and name != "fsdp_plan":
+                plan = coerce_plan(getattr(module, name), _PLANS[name], f"{type(module).__name__}.{name}")
+            declared[name] = plan
+        return Plans(**declared, **self._switches)
+
+    @property
+    def _ready_model(self) -> AppliedModel:
+        if self._applied is None:
+            raise RuntimeError("The plans have not been applied yet; this is possible once Trainer.fit has set up.")
+        return self._applied
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` with the root group gathered."""
+        module = self._module
+        self._refuse_windows(module)
+        with self.precision_plugin.train_step_context():
+            output = self._ready_model.sharded.call(
+                module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization
+            )
+        if not self._first_step_checked:
+            self._ready_model.check_received()
+            self._first_step_checked = True
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``validation_step`` with the root group gathered."""
+        with self.precision_plugin.val_step_context():
+            return self._evaluate(self._module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``test_step`` with the root group gathered."""
+        with self.precision_plugin.test_step_context():
+            return self._evaluate(self._module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``predict_step`` with the root group gathered."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate(self._module.predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._ready_model.counter.paused():
+            return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("The strategy runs steps of the LightningModule that a Trainer gave it.")
+        return self.lightning_module
+
+    def _refuse_windows(self, module: pl.LightningModule) -> None:
+        n = module.trainer.accumulate_grad_batches
+        if n > 1 and self._switches["enable_chunk_mbs"] and module.automatic_optimization:
+            raise ValueError(
+                f"accumulate_grad_batches={n} with chunking is not supported yet. Give the loader batches that are {n} "
+                f"times as large and let chunk_mbs cut them, or write enable_chunk_mbs: false for plain accumulation."
+            )
+
+    # -- backward and optimizer --------------------------------------------------------------------------------------
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Back-propagate the loss; gradients are complete before ``on_after_backward``."""
+        plugin, module, model = self.precision_plugin, self._module, self._ready_model
+        with model.sharded.cleaned_on_error():
+            self.pre_backward(closure_loss)
+            loss = plugin.pre_backward(closure_loss, module)
+            model.sharded.before_backward(loss)
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+            if not self._accumulating:
+                model.replicated.average_gradients()
+            model.sharded.after_backward()
+            loss = plugin.post_backward(loss, module)
+            self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Entered by Lightning around micro-batches that no optimizer step follows."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer and make the step's report."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._ready_model.sharded.after_optimizer_step()
+        self._step_report = self._ready_model.counter.take()
+        return output
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave no group gathered when a run ends by an exception."""
+        super().on_exception(exception)
+        if self._applied is not None:
+            self._applied.sharded.reset()
+
+
+StrategyRegistry.register(
+    "chunkmbs", ChunkMBSStrategy, description="FSDP2 with one gather per pass for all micro-chunks of a step"
+)
