@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -270,7 +270,7 @@ def join_outputs(block: str, outputs: Sequence[Any], sizes: Sequence[int], batch
     """Join the outputs of a call's chunks.
 
     Batch tensors are concatenated along ``batch_dim``; floating 0-dim tensors become the mean weighted by chunk size;
-    None stays None. Containers are those that :func:`~.trees.map_tree` enters. The output of a single chunk is returned as is.
+    None stays None. Containers are those that :func:`~.trees.map_tree` enters. A single output is returned as is.
 
     Args:
         block: name of the block, for messages.

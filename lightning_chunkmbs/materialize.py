@@ -44,8 +44,8 @@ def _allocate(root: nn.Module, device: torch.device) -> None:
     """Replace meta tensors by memory filled with NaN (or the least integer), by which uninitialised ones are known."""
     made: dict[int, Tensor] = {}
     for module in root.modules():
-        slots: dict[str, Any]
-        for slots in (module._parameters, module._buffers):
+        both: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for slots in both:
             for name, tensor in slots.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in made:
