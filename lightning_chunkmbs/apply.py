@@ -18,7 +18,7 @@ from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
-from .sharding import ShardedModel, gather_around, initialize, shard
+from .sharding import Agree, ShardedModel, gather_around, initialize, make_agree, shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,7 @@ class AppliedModel:
         sharded: its FSDP2 groups, through which steps run.
         replicated: parameters that every rank holds whole.
         blocks: its blocks by name, in definition order.
+        agree: agrees with the other ranks on the next block; None if they surely call the same ones.
     """
 
     def __init__(self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter) -> None:
@@ -110,6 +111,7 @@ class AppliedModel:
         )
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
         self.replicated = ReplicatedParameters(root, mesh)
+        self.agree: Agree | None = None
         self._ready = False
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
@@ -144,7 +146,21 @@ class AppliedModel:
         self._root.to(device)
         initialize(self._root)
         self.replicated.broadcast()
+        # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
+        stacks = {name.rpartition(".")[0] for name in self.blocks}
+        if len(stacks) > 1 and self.mesh.size() > 1:
+            self.agree = make_agree(self.mesh)
         self._ready = True
+
+    @property
+    def max_lockstep(self) -> int | None:
+        """How many micro-batches run side by side at most; None: all of a window."""
+        return self.plans.chunkmbs_plan.max_lockstep if self.plans.chunkmbs_plan else None
+
+    @property
+    def lockstep_attributes(self) -> list[str]:
+        """Attributes below the LightningModule's direct children that belong to the step that assigns them."""
+        return self.plans.chunkmbs_plan.lockstep_attributes if self.plans.chunkmbs_plan else []
 
     def check_received(self) -> None:
         """After the first step: refuse a plan whose keywords no block was given, name single ones once.

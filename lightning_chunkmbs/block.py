@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache, join_outputs
 from .offload import ActivationStore
+from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
 
 _SETTINGS = "_chunkmbs_settings"
@@ -42,33 +43,6 @@ def _run_here(fn: Callable[[], Any]) -> Any:
 
 def _no_gather(_module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
     return body(tensors)
-
-
-@dataclass(kw_only=True)
-class BlockSettings:
-    """What a chunked block needs to run.
-
-    Attributes:
-        name: name of the block in its LightningModule, for messages.
-        forward: the block's own forward, called with one chunk.
-        names: names of that forward's positional parameters.
-        rule: how calls are cut; None runs one chunk per micro-batch.
-        store: where entry activations wait for backward; None keeps them on the device.
-        counter: counts block calls and chunks.
-        notices: where warnings go.
-        gather: runs a function over the chunks' tensors with the block's parameters gathered.
-        received: declared keywords that some call of this block was given.
-    """
-
-    name: str
-    forward: Callable[..., Any]
-    names: tuple[str, ...]
-    rule: CutRule | None
-    store: ActivationStore | None
-    counter: StepCounter
-    notices: Notices
-    gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
-    received: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -84,6 +58,35 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     run: Callable[[Callable[[], Any]], Any] = _run_here
+
+
+@dataclass(kw_only=True)
+class BlockSettings:
+    """What a chunked block needs to run.
+
+    Attributes:
+        name: name of the block in its LightningModule, for messages.
+        forward: the block's own forward, called with one chunk.
+        names: names of that forward's positional parameters.
+        rule: how calls are cut; None runs one chunk per micro-batch.
+        store: where entry activations wait for backward; None keeps them on the device.
+        counter: counts block calls and chunks.
+        notices: where warnings go.
+        gather: runs a function over the chunks' tensors with the block's parameters gathered.
+        dispatch: runs a micro-batch's call of the block; in lockstep it waits for the other micro-batches.
+        received: declared keywords that some call of this block was given.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    names: tuple[str, ...]
+    rule: CutRule | None
+    store: ActivationStore | None
+    counter: StepCounter
+    notices: Notices
+    gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
+    dispatch: Callable[[nn.Module, BlockCall], Any] = lambda block, call: run_block(block, [call])[0]
+    received: set[str] = field(default_factory=set)
 
 
 class ChunkedBlock:
@@ -129,17 +132,20 @@ def block_settings(module: nn.Module) -> BlockSettings:
 def _chunked_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_block(self, [BlockCall(args, kwargs)])[0]
+        return block_settings(self).dispatch(self, BlockCall(args, kwargs))
 
     return type(f"Chunked{cls.__name__}", (ChunkedBlock, cls), {"forward": forward, "__module__": cls.__module__})
 
 
-def run_block(block: nn.Module, calls: Sequence[BlockCall]) -> list[Any]:
+def run_block(
+    block: nn.Module, calls: Sequence[BlockCall], hand_out: Callable[[Any], Any] = lambda joined: joined
+) -> list[Any]:
     """Run a block once for several micro-batches and return their joined outputs.
 
     Args:
         block: a chunked block.
         calls: one call for each micro-batch; all of them with gradients or all without.
+        hand_out: maps what a micro-batch is given (a tree of tensors), before it is given.
     """
     settings = block_settings(block)
     cuts = [_cut(settings, call) for call in calls]
@@ -147,15 +153,48 @@ def run_block(block: nn.Module, calls: Sequence[BlockCall]) -> list[Any]:
         settings.counter.add("blocks")
         settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
 
-    def body(tensors: list[Tensor]) -> list[list[Any]]:
+    def body(tensors: list[Tensor]) -> list[list[tuple[Any, Recorded]]]:
         pieces = iter(tensors)
         for cut in cuts:
             cut.replace(pieces)
         return _run_chunks(settings, calls, cuts)
 
-    outputs = settings.gather(block, body, [tensor for cut in cuts for tensor in cut.tensors])
+    chunks = settings.gather(block, body, [tensor for cut in cuts for tensor in cut.tensors])
+    outputs = []
+    for call, cut, results in zip(calls, cuts, chunks, strict=True):
+        output, recorded = hand_out(_join(settings, cut, results))
+        if recorded:
+            call.run(functools.partial(put_back, recorded))
+        outputs.append(output)
+    return outputs
+
+
+def _join(settings: BlockSettings, cut: CutCall, results: list[tuple[Any, Recorded]]) -> tuple[Any, Recorded]:
+    """Join what the chunks of one micro-batch returned, and what was recorded inside them."""
     dim = settings.rule.batch_dim if settings.rule else 0
-    return [join_outputs(settings.name, out, cut.sizes, dim) for out, cut in zip(outputs, cuts, strict=True)]
+    output = join_outputs(settings.name, [output for output, _ in results], cut.sizes, dim)
+    recorded = [recorded for _, recorded in results]
+    # What is recorded has the samples first, be it one row for each ([batch, ...]) or many ([tokens, experts]).
+    joined = {key: [torch.cat(parts) for parts in zip(*(r[key] for r in recorded), strict=True)] for key in recorded[0]}
+    return output, joined
+
+
+def run_idle_block(block: nn.Module) -> Tensor:
+    """Take part in a block call of other ranks without a micro-batch of one's own.
+
+    Returns:
+        A zero (0-dim). With gradients, back-propagating it gives zero gradients to all parameters of the block, so that
+        its reduce-scatter takes place as on the ranks that had work for it.
+    """
+    parameter = next(block.parameters())
+
+    def body(tensors: list[Tensor]) -> list[Tensor]:
+        # An empty part of each parameter: no value is read, and the gradient is zeros.
+        return [sum((p.flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
+
+    dummy = torch.zeros((), device=parameter.device, requires_grad=torch.is_grad_enabled())
+    output: Tensor = block_settings(block).gather(block, body, [dummy])[0]
+    return output
 
 
 def _cut(settings: BlockSettings, call: BlockCall) -> CutCall:
@@ -169,13 +208,15 @@ def _cut(settings: BlockSettings, call: BlockCall) -> CutCall:
     return cut_call(settings.name, rule, settings.names, args, kwargs, settings.notices)
 
 
-def _run_chunks(settings: BlockSettings, calls: Sequence[BlockCall], cuts: list[CutCall]) -> list[list[Any]]:
-    """Run all chunks, last to first (see [Note: reverse order]), and return their outputs first to last."""
-    outputs: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
-    for call, cut, out in reversed(list(zip(calls, cuts, outputs, strict=True))):
+def _run_chunks(
+    settings: BlockSettings, calls: Sequence[BlockCall], cuts: list[CutCall]
+) -> list[list[tuple[Any, Recorded]]]:
+    """Run all chunks, last to first (see [Note: reverse order]), and return their results first to last."""
+    results: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
+    for call, cut, out in reversed(list(zip(calls, cuts, results, strict=True))):
         for i in reversed(range(cut.chunks)):
-            out[i] = call.run(functools.partial(_run_chunk, settings, cut, i))
-    return outputs
+            out[i] = call.run(functools.partial(taking_off, functools.partial(_run_chunk, settings, cut, i)))
+    return results
 
 
 def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
@@ -207,7 +248,8 @@ class _Run:
         if self.context is None:
             self.context = contextvars.copy_context()
             return self._run(values)
-        return self.context.copy().run(self._rerun, values)
+        # What is recorded again is dropped: the model has used what it recorded in its first run.
+        return self.context.copy().run(taking_off, functools.partial(self._rerun, values))[0]
 
     def _run(self, values: Sequence[Tensor]) -> Any:
         args, kwargs = fill(self.template, values)

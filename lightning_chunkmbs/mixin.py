@@ -31,6 +31,21 @@ class ChunkMBSMixin:
     recompute_plan: RecomputePlan | Mapping[str, Any] | None = None
     activation_offload_plan: ActivationOffloadPlan | Mapping[str, Any] | None = None
 
+    def merge_micro_batches(self, batches: list[Any]) -> Any:
+        """Override to run one forward over a whole window: return one batch made of those of its micro-batches.
+
+        With ``accumulate_grad_batches=N`` the module then gets one ``training_step`` for each window, with the merged
+        batch, and ``chunk_mbs`` cuts it inside the blocks. The loss is scaled by ``len(batches) / N``. A loss that is a
+        mean over tokens becomes the mean over all tokens of the window, where accumulation takes the mean of the
+        micro-batches' means; in-batch negatives come from the whole window.
+        """
+        raise TypeError(f"{type(self).__name__} does not override merge_micro_batches.")
+
+    @property
+    def merges_micro_batches(self) -> bool:
+        """Whether :meth:`merge_micro_batches` is overridden."""
+        return type(self).merge_micro_batches is not ChunkMBSMixin.merge_micro_batches
+
     def configure_model(self) -> None:
         """Run the module's own ``configure_model`` and apply the plans, when the Trainer's strategy does that."""
         super().configure_model()  # type: ignore[misc]

@@ -24,6 +24,10 @@ class ChunkMBSPlan:
         chunk_arg_indexs: positions of the positional arguments that carry the batch.
         chunk_kwarg_names: names of the keyword arguments that carry the batch.
         batch_dims: batch dimension of single arguments where it is another, e.g. ``{position_ids: 1}``.
+        max_lockstep: micro-batches of an optimizer step that run side by side at most; None: all of them. A longer
+            window takes several passes, each with its own gathers; 1 is ordinary accumulation.
+        lockstep_attributes: attributes below the LightningModule's direct children that belong to the micro-batch that
+            assigns them, e.g. ``model.encoder.cache``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -36,14 +40,19 @@ class ChunkMBSPlan:
     chunk_arg_indexs: list[int] = field(default_factory=lambda: [0])
     chunk_kwarg_names: list[str] = field(default_factory=list)
     batch_dims: dict[str, int] = field(default_factory=dict)
+    max_lockstep: int | None = None
+    lockstep_attributes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules)
         _check_chunk_mbs(self.chunk_mbs)
         _check_int("ChunkMBSPlan.batch_dim", self.batch_dim, least=0)
         _check_chunk_arg_indexs(self.chunk_arg_indexs)
-        _check_chunk_kwarg_names(self.chunk_kwarg_names)
+        _check_names("chunk_kwarg_names", self.chunk_kwarg_names)
         _check_batch_dims(self.batch_dims)
+        if self.max_lockstep is not None:
+            _check_int("ChunkMBSPlan.max_lockstep", self.max_lockstep, least=1)
+        _check_names("lockstep_attributes", self.lockstep_attributes)
         if not self.chunk_arg_indexs and not self.chunk_kwarg_names:
             raise ValueError(
                 "ChunkMBSPlan must declare an argument that carries the batch, but chunk_arg_indexs and "
@@ -113,7 +122,7 @@ class FSDPPlan:
 
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
-    ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens", "max_lockstep", "lockstep_attributes"}),
+    ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens"}),
     RecomputePlan: frozenset({"save_ops"}),
     ActivationOffloadPlan: frozenset(
         {"host_memory_gb", "min_bytes", "prefetch_bytes", "pin_memory", "stream_hidden_states"}
@@ -208,8 +217,8 @@ def _check_chunk_arg_indexs(indexes: object) -> None:
     _check_once(where, indexes)
 
 
-def _check_chunk_kwarg_names(names: object) -> None:
-    where = "ChunkMBSPlan.chunk_kwarg_names"
+def _check_names(field_name: str, names: object) -> None:
+    where = f"ChunkMBSPlan.{field_name}"
     if not isinstance(names, list):
         raise TypeError(f"{where} must be a list of names, but got {names!r}; write for example ['attention_mask'].")
     for name in names:

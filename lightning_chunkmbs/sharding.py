@@ -20,12 +20,28 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .report import StepCounter
+
+# Agrees with the other ranks on a number: takes this rank's, returns the least of all.
+Agree = Callable[[int], int]
+
+
+def make_agree(mesh: DeviceMesh) -> Agree:
+    """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
+    group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
+
+    def agree(number: int) -> int:
+        value = torch.tensor(number)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
+        return int(value)
+
+    return agree
 
 
 def shard(
@@ -158,6 +174,30 @@ class ShardedModel:
         for module in (self.root, *self.further):
             _fsdp(module).unshard()
 
+    # -- a backward pass of several runs (lockstep) ------------------------------------------------------------------
+
+    @contextmanager
+    def root_held(self) -> Iterator[Callable[[], None]]:
+        """Hold back reduction and resharding of the root and further groups until the yielded function is called."""
+        self._hold_root(True)
+        try:
+            yield lambda: self._hold_root(False)
+        finally:
+            self._hold_root(False)
+
+    def _hold_root(self, held: bool) -> None:
+        for module in (self.root, *self.further):
+            _fsdp(module).set_requires_gradient_sync(not held, recurse=False)
+            _fsdp(module).set_reshard_after_backward(not held, recurse=False)
+        _fsdp(self.root).set_is_last_backward(not held)
+
+    def reduce_root(self) -> None:
+        """Reduce the root and further groups if no run of autograd has done it, because no block was called."""
+        if any(_is_unsharded(module) for module in (self.root, *self.further)):
+            start = torch.zeros((), device=next(self.root.parameters()).device, requires_grad=True) + 0
+            _state(self.root)._register_pre_backward_hook(start)
+            start.backward()
+
     # -- calls outside a step ----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -254,6 +294,10 @@ def _param_groups(module: nn.Module) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _is_unsharded(module: nn.Module) -> bool:
+    return any(group.is_unsharded for group in _param_groups(module))
 
 
 def group_mesh(module: nn.Module) -> DeviceMesh | None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -22,6 +23,7 @@ from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
 from .precision import precision_plugin_for
 from .report import StepCounter, StepReport
+from .window import MicroBatch, Window, refuse_windows
 
 _APPLIED = "_chunkmbs_applied"
 _PLANS: dict[str, type] = {
@@ -94,6 +96,8 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             "enable_chunk_mbs": enable_chunk_mbs,
         }
         self._applied: AppliedModel | None = None
+        self._window: Window | None = None
+        self._window_outputs: list[dict[str, Any]] = []
         self._accumulating = False
         self._first_step_checked = False
         self._step_report = StepReport()
@@ -137,6 +141,13 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         """What the last optimizer step did on this rank; zeros before the first."""
         return self._step_report
 
+    @property
+    def window_outputs(self) -> list[dict[str, Any]]:
+        """For each micro-batch of the last window its loss (divided by ``accumulate_grad_batches``) and what else
+        ``training_step`` returned, complete at the window's last ``on_train_batch_end``.
+        """
+        return self._window_outputs
+
     # -- setup -------------------------------------------------------------------------------------------------------
 
     @property
@@ -176,6 +187,9 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            if self._switches["enable_chunk_mbs"] and module.automatic_optimization:
+                refuse_windows(trainer, module)
+                self._window = Window(trainer, module, self._ready_model)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -197,17 +211,41 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` with the root group gathered."""
-        module = self._module
-        self._refuse_windows(module)
-        with self.precision_plugin.train_step_context():
-            output = self._ready_model.sharded.call(
-                module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization
-            )
+        """Run the module's ``training_step`` with the root group gathered, or put it aside for its window.
+
+        Returns:
+            What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
+        """
+        if self._window is None or not self._module.automatic_optimization:
+            output = self._single_step(*args, **kwargs)
+        else:
+            batches = self._window.add(MicroBatch(args, kwargs))
+            if not batches:
+                return torch.full((), torch.nan, device=self.root_device)
+            output = self._run_window(self._window, batches)
+            self._window_outputs = self._window.outputs
         if not self._first_step_checked:
             self._ready_model.check_received()
             self._first_step_checked = True
         return output
+
+    def _single_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        with self.precision_plugin.train_step_context():
+            return self._ready_model.sharded.call(
+                module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization
+            )
+
+    def _run_window(self, window: Window, batches: list[MicroBatch]) -> Any:
+        module: Any = self._module
+        merges = isinstance(module, ChunkMBSMixin) and module.merges_micro_batches
+        if merges and module.trainer.accumulate_grad_batches > 1:
+            batch = module.merge_micro_batches([b.args[0] for b in batches])
+            merged = MicroBatch((batch, *batches[-1].args[1:]), batches[-1].kwargs)
+            return window.run_alone(merged, self._single_step, stands_for=len(batches))
+        if len(batches) > 1:
+            return window.run(batches)
+        return window.run_alone(batches[0], self._single_step)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step`` with the root group gathered."""
@@ -234,30 +272,33 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             raise RuntimeError("The strategy runs steps of the LightningModule that a Trainer gave it.")
         return self.lightning_module
 
-    def _refuse_windows(self, module: pl.LightningModule) -> None:
-        n = module.trainer.accumulate_grad_batches
-        if n > 1 and self._switches["enable_chunk_mbs"] and module.automatic_optimization:
-            raise ValueError(
-                f"accumulate_grad_batches={n} with chunking is not supported yet. Give the loader batches that are {n} "
-                f"times as large and let chunk_mbs cut them, or write enable_chunk_mbs: false for plain accumulation."
-            )
-
     # -- backward and optimizer --------------------------------------------------------------------------------------
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagate the loss; gradients are complete before ``on_after_backward``."""
         plugin, module, model = self.precision_plugin, self._module, self._ready_model
+        state = self._window.state if self._window is not None else ""
+        if state == "queued":
+            return closure_loss
         with model.sharded.cleaned_on_error():
+            if self._window is not None and state == "open":
+                self._window.backward()
+                self._average_replicated()
+                self._window.after_backward()
+                return closure_loss
             self.pre_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, module)
             model.sharded.before_backward(loss)
             plugin.backward(loss, module, optimizer, *args, **kwargs)
-            if not self._accumulating:
-                model.replicated.average_gradients()
+            self._average_replicated()
             model.sharded.after_backward()
             loss = plugin.post_backward(loss, module)
             self.post_backward(loss)
         return loss
+
+    def _average_replicated(self) -> None:
+        if not self._accumulating:
+            self._ready_model.replicated.average_gradients()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -284,8 +325,21 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Leave no group gathered when a run ends by an exception."""
         super().on_exception(exception)
+        if self._window is not None:
+            self._window.clear()
         if self._applied is not None:
             self._applied.sharded.reset()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Forget a window that was not completed."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._window is not None:
+            self._window.start_batch(batch_idx)
+
+    def teardown(self) -> None:
+        """Forget what waits and end the run."""
+        self._window = None
+        super().teardown()
 
 
 StrategyRegistry.register(

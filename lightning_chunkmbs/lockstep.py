@@ -1,0 +1,363 @@
+"""Lockstep: the training steps of a window side by side, and the backward pass that follows.
+
+[Note: taking turns]
+Each step runs in a greenlet of one thread. Where it calls a block it hands over its arguments and pauses. When all
+steps wait or have ended, the block that comes first in definition order runs once for all steps waiting at it, and
+these go on in order. (Threads would number autograd nodes each by itself, and the chunks' backwards would interleave.)
+
+[Note: leaves and chains]
+What a block call hands out are detached leaves, so the backward pass of what a step does after its last block (the
+tail) stops there and frees its memory, one micro-batch at a time. Gradients that reach a leaf are kept with the call.
+Then the calls are back-propagated, last to first. A call whose incoming tensors were all handed out by one earlier call
+takes the original outputs instead of the leaves: the two are one graph and one run of autograd. A plain stack of
+blocks is one run; code between blocks, a second tower or a second pass start a new one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .block import BlockCall, block_settings, run_block, run_idle_block
+from .guards import Guards, walk
+from .sharding import Agree, ShardedModel
+from .step_attributes import StepAttributes
+from .step_state import ThreadState
+from .trees import map_tree, tree_leaves
+
+_NOTHING = 1 << 30
+
+
+class _Request(NamedTuple):
+    """A step's call of a block, waiting to be run."""
+
+    block: int
+    call: BlockCall
+    state: ThreadState
+
+    @property
+    def key(self) -> tuple[bool, tuple[Any, ...]]:
+        """Calls of one block that agree in this run together."""
+        return self.state.grad, self.state.autocast
+
+
+class _Exit:
+    """A tensor that a block call handed out, and the gradient that has reached it."""
+
+    __slots__ = ("call", "edge", "grad")
+
+    def __init__(self, call: _Call, output: Tensor) -> None:
+        self.call = call
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self.grad: Tensor | None = None
+
+    def collect(self, leaf: Tensor) -> None:
+        """Take the gradient off a leaf; the leaf itself, a hidden state, need not be kept for it."""
+        self.grad = leaf.grad if self.grad is None or leaf.grad is None else self.grad + leaf.grad
+        leaf.grad = None
+
+
+class _Call:
+    """One block call with gradients."""
+
+    __slots__ = ("chained", "exits", "name", "nodes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.exits: list[_Exit] = []
+        self.nodes = range(0)  # sequence numbers of the autograd nodes made inside
+        self.chained: _Call | None = None  # the call that continues this one's graph
+
+
+class _Given(NamedTuple):
+    """What a leaf stands for."""
+
+    exit: _Exit
+    output: Tensor
+
+
+class _Step:
+    """One training step of the window."""
+
+    def __init__(self, index: int, fn: Callable[[], Any], state: ThreadState) -> None:
+        self.index = index
+        self.greenlet = greenlet(fn)
+        self.greenlet.gr_context = contextvars.copy_context()
+        self.state = state
+        self.request: _Request | None = None
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn`` in the paused step's state and contextvars."""
+        before = ThreadState.now()
+        self.state.apply(before)
+        context = self.greenlet.gr_context
+        try:
+            return fn() if context is None else context.run(fn)
+        finally:
+            before.apply()
+
+
+class Lockstep:
+    """Runs one window of training steps.
+
+    Args:
+        sharded: the model's groups; used inside one of its root calls.
+        attributes: keeps attributes that steps assign apart.
+        on_turn: called with a step's index before it runs or goes on.
+        agree: agrees with the other ranks on the next block; None when all ranks surely call the same blocks.
+        record_collectives: note the collectives that steps run, for :attr:`collectives`.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        attributes: StepAttributes,
+        *,
+        on_turn: Callable[[int], None],
+        agree: Agree | None = None,
+        record_collectives: bool = False,
+    ) -> None:
+        self._sharded = sharded
+        self._attributes = attributes
+        self._on_turn = on_turn
+        self._agree = agree
+        self._index = {block: i for i, block in enumerate(sharded.blocks)}
+        self._steps: list[_Step] = []
+        self._running: _Step | None = None
+        self._ending = False
+        self._calls: list[_Call] = []
+        # By leaf, as long as the leaf lives: both share the memory of a hidden state.
+        self._given: Any = WeakTensorKeyDictionary()
+        self._guards = Guards(lambda: self.current, self._is_cut, record_collectives=record_collectives)
+        self.runs = 0
+
+    @property
+    def collectives(self) -> list[tuple[int, str, tuple[int, ...]]]:
+        """Step, name and shape of each collective that steps ran, in order, when they were recorded."""
+        return self._guards.collectives
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, steps: Sequence[Callable[[], Any]], finish: Callable[[int, Any], None]) -> None:
+        """Run the steps side by side.
+
+        Args:
+            steps: the training steps, in order.
+            finish: called with a step's index and what it returned as soon as it has ended. It back-propagates the
+                step's loss, which stops at the blocks.
+
+        Raises:
+            RuntimeError: a step did what cannot be done in lockstep. Whatever a step raises is raised here, after the
+                other steps have been ended.
+        """
+        base = ThreadState.now()
+        self._steps = [_Step(i, fn, base) for i, fn in enumerate(steps)]
+        with self._requests_come_here(), self._guards.installed():
+            try:
+                for step in self._steps:
+                    self._resume(step, finish)
+                while (group := self._next_group()) is not None:
+                    self._run_group(*group, finish)
+            finally:
+                self._end_steps()
+                base.apply()
+
+    @contextmanager
+    def _requests_come_here(self) -> Iterator[None]:
+        settings = [block_settings(block) for block in self._sharded.blocks]
+        before = [s.dispatch for s in settings]
+        for s in settings:
+            s.dispatch = self._request
+        try:
+            yield
+        finally:
+            for s, dispatch in zip(settings, before, strict=True):
+                s.dispatch = dispatch
+
+    def _request(self, block: nn.Module, call: BlockCall) -> Any:
+        """Called inside a step where it calls a block: hand the call over and pause."""
+        if self._ending:
+            raise GreenletExit
+        step = self._running
+        if step is None or getcurrent() is not step.greenlet or torch.is_inference_mode_enabled():
+            # Inference mode has no setter to switch it with, so such a call runs at once.
+            return run_block(block, [call])[0]
+        if self._guards.forks.get(step.index):
+            raise RuntimeError(
+                f"In lockstep steps take turns at every block, and {block_settings(block).name} was called inside "
+                f"torch.random.fork_rng, which would set the random state of other steps back. Call the block outside "
+                f"of it, or write max_lockstep: 1 in chunkmbs_plan."
+            )
+        parent = step.greenlet.parent
+        return parent.switch(_Request(self._index[block], call, ThreadState.now()))
+
+    def _resume(self, step: _Step, finish: Callable[[int, Any], None], *value: Any) -> None:
+        """Let a step run until it waits at a block or ends."""
+        result = self._turn(step, lambda: step.greenlet.switch(*value))
+        step.request = None if step.greenlet.dead else result
+        if step.greenlet.dead:
+            self._refuse_inner(result)
+            finish(step.index, result)
+
+    def _turn(self, step: _Step, switch: Callable[[], Any]) -> Any:
+        base = ThreadState.now()
+        self._on_turn(step.index)
+        self._attributes.enter(step.index)
+        self._running = step
+        step.state.apply(base)
+        try:
+            return switch()
+        finally:
+            step.state = ThreadState.now()
+            self._running = None
+            self._attributes.leave(step.index)
+            base.apply(step.state)
+
+    def _end_steps(self) -> None:
+        """End steps that still wait: their `finally` blocks run, what they call no longer does."""
+        self._ending = True
+        for step in self._steps:
+            if step.greenlet and not step.greenlet.dead:
+                self._turn(step, step.greenlet.throw)
+
+    @property
+    def current(self) -> int | None:
+        """Index of the step that runs now; None outside steps."""
+        return None if self._running is None else self._running.index
+
+    def _is_cut(self, node: Node) -> bool:
+        variable = getattr(node, "variable", None)
+        return isinstance(variable, Tensor) and variable in self._given
+
+    def _refuse_inner(self, output: Any) -> None:
+        """Refuse a loss that reaches the inside of a block by another way than what the block handed out."""
+        for node in walk(_grad_tensors(output)):
+            number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
+            name = next((call.name for call in self._calls if number in call.nodes), None)
+            if name is not None:
+                raise RuntimeError(
+                    f"In lockstep a loss reaches a block only through what the block returns, and this one reaches the "
+                    f"inside of {name} (a tensor kept by a hook or an attribute, say). Return that tensor from the "
+                    f"block, or write max_lockstep: 1 in chunkmbs_plan."
+                )
+
+    # -- block calls --------------------------------------------------------------------------------------------------
+
+    def _next_group(self) -> tuple[int, bool, list[_Step]] | None:
+        """Return the next block, whether it runs with gradients, and the steps that wait for it."""
+        waiting = [(step, step.request) for step in self._steps if step.request is not None]
+        proposal = min((2 * r.block + r.state.grad for _, r in waiting), default=_NOTHING)
+        if self._agree is not None:
+            proposal = self._agree(proposal)
+        if proposal == _NOTHING:
+            return None
+        block, grad = divmod(proposal, 2)
+        at_block = [(s, r) for s, r in waiting if r.block == block and r.state.grad == bool(grad)]
+        return block, bool(grad), [s for s, r in at_block if r.key == at_block[0][1].key]
+
+    def _run_group(self, index: int, grad: bool, steps: list[_Step], finish: Callable[[int, Any], None]) -> None:
+        block = self._sharded.blocks[index]
+        with torch.set_grad_enabled(grad):
+            if not steps:
+                self._run_idle(block, grad)
+                return
+            try:
+                values = self._run_block(block, steps, grad)
+            except BaseException as error:
+                self._raise_in(steps[0], error)
+        for step, value in zip(steps, values, strict=True):
+            self._resume(step, finish, value)
+
+    def _run_block(self, block: nn.Module, steps: list[_Step], grad: bool) -> list[Any]:
+        calls = [BlockCall(s.request.call.args, s.request.call.kwargs, s.run) for s in steps if s.request is not None]
+        if not grad:
+            return run_block(block, calls)
+        call = _Call(block_settings(block).name)
+        self._chain(call, calls)
+        first = torch._C._autograd._get_sequence_nr()
+        outputs = run_block(block, calls, lambda joined: self._hand_out(call, joined))
+        call.nodes = range(first, torch._C._autograd._get_sequence_nr())
+        self._calls.append(call)
+        return outputs
+
+    def _chain(self, call: _Call, calls: list[BlockCall]) -> None:
+        """Continue the graph of an earlier call if all that comes in was handed out by it (see [Note: leaves …])."""
+        tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
+        sources: list[_Given] = [self._given[t] for t in tensors if t.is_leaf and t in self._given]
+        if not sources or len(sources) < len(tensors):
+            return
+        earlier: _Call = sources[0].exit.call
+        if earlier.chained is not None or any(s.exit.call is not earlier for s in sources):
+            return
+        earlier.chained = call
+        for c in calls:
+            c.args, c.kwargs = map_tree(self._original, (c.args, c.kwargs))
+
+    def _original(self, value: Any, _path: str) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return self._given[value].output
+        return value
+
+    def _hand_out(self, call: _Call, output: Any) -> Any:
+        def leaf(value: Any, _path: str) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            exit_ = _Exit(call, value)
+            call.exits.append(exit_)
+            handed = value.detach().requires_grad_()
+            handed.register_post_accumulate_grad_hook(exit_.collect)
+            self._given[handed] = _Given(exit_, value)
+            return handed
+
+        return map_tree(leaf, output)
+
+    def _run_idle(self, block: nn.Module, grad: bool) -> None:
+        """Take part in a block call for which no step of this rank waits."""
+        output = run_idle_block(block)
+        if grad:
+            call = _Call(block_settings(block).name)
+            call.exits.append(_Exit(call, output))
+            call.exits[0].grad = torch.zeros_like(output)
+            self._calls.append(call)
+
+    def _raise_in(self, step: _Step, error: BaseException) -> None:
+        """Raise what a block raised, with the step that called it in the traceback."""
+        self._turn(step, lambda: step.greenlet.throw(error))
+        raise error
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
+        chained = {id(call.chained) for call in self._calls if call.chained is not None}
+        heads = [call for call in self._calls if id(call) not in chained]
+        self._calls = []
+        with self._sharded.root_held() as release:
+            while heads:
+                calls = _chain_from(heads.pop())
+                roots = [e for call in calls for e in call.exits if e.grad is not None]
+                if not heads:
+                    release()
+                if roots:
+                    self.runs += 1
+                    torch.autograd.backward([e.edge for e in roots], [e.grad for e in roots])
+        self._sharded.reduce_root()
+
+
+def _grad_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _chain_from(call: _Call) -> list[_Call]:
+    calls = [call]
+    while calls[-1].chained is not None:
+        calls.append(calls[-1].chained)
+    return calls

@@ -1,0 +1,102 @@
+"""The state of torch that a step may change while it runs, so that steps can take turns in one thread.
+
+The only file that touches the private stacks of saved-tensor hooks and of function and dispatch modes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+_hooks: Any = torch._C._autograd
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """Grad mode, autocast, default dtype and device, saved-tensor hooks and modes of the running thread."""
+
+    grad: bool
+    dtype: torch.dtype
+    device: torch.device | None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    saved_hooks: tuple[tuple[Any, Any], ...]
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> ThreadState:
+        """Return the state of the running thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            dtype=torch.get_default_dtype(),
+            device=_device.CURRENT_DEVICE,
+            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices()),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_hooks=_saved_hooks(),
+            function_modes=tuple(_get_current_function_mode_stack()),
+            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+        )
+
+    def apply(self, now: ThreadState | None = None) -> None:
+        """Put the running thread, whose state is ``now``, into this state."""
+        now = now or ThreadState.now()
+        if self.grad != now.grad:
+            torch.set_grad_enabled(self.grad)
+        if self.dtype != now.dtype:
+            torch.set_default_dtype(self.dtype)
+        _device.CURRENT_DEVICE = self.device
+        if self.autocast != now.autocast:
+            for device, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        if self.autocast_cache != now.autocast_cache:
+            torch.set_autocast_cache_enabled(self.autocast_cache)
+        _swap(now.saved_hooks, self.saved_hooks, _hooks._pop_saved_tensors_default_hooks, _push_saved_hooks)
+        _swap(now.function_modes, self.function_modes, _pop_function_mode, _push_function_mode)
+        _swap(now.dispatch_modes, self.dispatch_modes, _pop_dispatch_mode, _push_dispatch_mode)
+
+
+@functools.cache
+def _devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def _swap(old: tuple[Any, ...], new: tuple[Any, ...], pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
+    """Take what differs off a stack and put the new entries on it."""
+    same = 0
+    while same < min(len(old), len(new)) and old[same] is new[same]:
+        same += 1
+    for _ in old[same:]:
+        pop()
+    for entry in new[same:]:
+        push(entry)
+
+
+def _saved_hooks() -> tuple[tuple[Any, Any], ...]:
+    """Return the stack of saved-tensor hooks, which torch only lets one pop."""
+    if _hooks._top_saved_tensors_default_hooks(False) is None:
+        return ()
+    taken = []
+    while (top := _hooks._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    for hooks in reversed(taken):
+        _push_saved_hooks(hooks)
+    return tuple(reversed(taken))
+
+
+def _push_saved_hooks(hooks: tuple[Any, Any]) -> None:
+    _hooks._push_saved_tensors_default_hooks(*hooks)

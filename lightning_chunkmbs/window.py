@@ -1,0 +1,288 @@
+"""The window of an optimizer step: micro-batches wait under Lightning's untouched loop, then run in lockstep.
+
+The only file that touches the private parts of Lightning's loops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from .apply import AppliedModel
+from .lockstep import Lockstep
+from .step_attributes import StepAttributes
+from .step_state import ThreadState
+
+
+class MicroBatch(NamedTuple):
+    """Arguments of one ``training_step``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Window:
+    """Collects the micro-batches of an optimizer step and runs them.
+
+    Args:
+        trainer: the Trainer.
+        module: its LightningModule.
+        model: the module with its plans applied.
+
+    Attributes:
+        outputs: for each micro-batch of the last window what ``on_train_batch_end`` gets for a batch.
+        state: ``"queued"`` after a micro-batch was put aside, ``"open"`` while block calls wait for
+            :meth:`backward`, else ``""``.
+    """
+
+    def __init__(self, trainer: Any, module: pl.LightningModule, model: AppliedModel) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._model = model
+        self._queue: list[MicroBatch] = []
+        self._first = True
+        self._complete = True
+        self._lockstep: Lockstep | None = None
+        self._losses: list[Tensor] = []
+        self.outputs: list[dict[str, Any]] = []
+        self.state = ""
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def add(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """Put a micro-batch aside; return those to run now, none while more are to come."""
+        if self._trainer.fit_loop._skip_backward:
+            raise RuntimeError(
+                "An epoch that runs training_step without backward (SWA's batch-norm pass) cannot be run in windows. "
+                "Write enable_chunk_mbs: false, or leave StochasticWeightAveraging out."
+            )
+        if self._complete:
+            self.outputs = []
+        self._queue.append(micro_batch)
+        self._complete = not self._trainer.fit_loop._should_accumulate()
+        if not self._complete and len(self._queue) != self._model.max_lockstep:
+            self.state = "queued"
+            return []
+        self.state = ""
+        ready, self._queue = self._queue, []
+        return ready
+
+    def start_batch(self, batch_idx: int) -> None:
+        """Forget micro-batches of a window that was never completed when a new window starts."""
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        self._queue = []
+        self._complete = True
+        self._lockstep = None
+        self._losses = []
+        self.state = ""
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, batches: list[MicroBatch]) -> Any:
+        """Run the steps side by side and back-propagate their tails.
+
+        Returns:
+            What the last ``training_step`` returned, its loss detached.
+        """
+        self._losses = []
+        last: list[Any] = []
+        outside = ThreadState.now()
+
+        def finish(i: int, output: Any) -> None:
+            inside = ThreadState.now()
+            outside.apply(inside)
+            self._on_turn(batches, i)
+            last[:] = [self._back_propagate_tail(output)]
+            inside.apply()
+
+        steps = [functools.partial(self._module.training_step, *b.args, **b.kwargs) for b in batches]
+        self._lockstep = lockstep = self._new_lockstep(batches)
+        plugin = self._trainer.precision_plugin
+        with plugin.train_step_context(), self._named_profiling(lockstep):
+            self._model.sharded.call(lockstep.forward, steps, finish, backward_follows=True)
+        if self._first:
+            self._check_first(lockstep)
+        self.state = "open"
+        if last[0] is None:  # without a loss Lightning calls no backward, and other steps have theirs
+            self.backward()
+        return last[0]
+
+    def run_alone(self, batch: MicroBatch, step: Callable[..., Any], stands_for: int = 1) -> Any:
+        """Run one step in the ordinary way; its loss counts as the sum of ``stands_for`` micro-batches' losses."""
+        self._on_turn([batch], 0)
+        output = step(*batch.args, **batch.kwargs)
+        if stands_for > 1 and isinstance(output, Mapping) and output.get("loss") is not None:
+            output = {**output, "loss": output["loss"] * stands_for}
+        elif stands_for > 1 and isinstance(output, Tensor):
+            output = output * stands_for
+        n = self._trainer.accumulate_grad_batches
+        self.outputs.append(ClosureResult.from_training_step_output(output, n).asdict())
+        return output
+
+    def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
+        self._attributes = self._watched()
+        return Lockstep(
+            self._model.sharded,
+            self._attributes,
+            on_turn=functools.partial(self._on_turn, batches),
+            agree=self._model.agree,
+            record_collectives=self._first and self._model.mesh.size() > 1,
+        )
+
+    def _on_turn(self, batches: list[MicroBatch], i: int) -> None:
+        """What Lightning infers a logged value's batch size from belongs to the step that logs."""
+        results = self._trainer._results
+        if results is not None:
+            results.batch = batches[i].args[0] if batches[i].args else None
+            results.batch_size = None
+
+    def _back_propagate_tail(self, output: Any) -> Any:
+        """Do with a step's output what Lightning's closure does, up to its blocks; return it with a detached loss."""
+        if output is None and self._trainer.world_size > 1:
+            raise RuntimeError(
+                "training_step returned None, which skips the step, and that is not possible with several processes. "
+                "Return a loss; multiply it by 0 if this micro-batch is not to count."
+            )
+        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
+        self.outputs.append(result.asdict())
+        if result.closure_loss is None:
+            return None
+        plugin, module = self._trainer.precision_plugin, self._module
+        loss = plugin.pre_backward(result.closure_loss, module)
+        plugin.backward(loss, module, self._trainer.optimizers[0])
+        self._losses.append(loss.detach())
+        if isinstance(output, Mapping):
+            return {**output, "loss": output["loss"].detach()}
+        return output.detach()
+
+    def backward(self) -> None:
+        """Back-propagate the block calls; afterwards the gradients are complete."""
+        lockstep, self._lockstep, self.state = self._lockstep, None, ""
+        if lockstep is not None:
+            lockstep.backward()
+
+    def after_backward(self) -> None:
+        """Call the hooks that follow backward, once for each micro-batch, now that gradients are complete."""
+        losses, self._losses = self._losses, []
+        for loss in losses:
+            self._trainer.precision_plugin.post_backward(loss, self._module)
+
+    @contextmanager
+    def _named_profiling(self, lockstep: Lockstep) -> Iterator[None]:
+        """Add the micro-batch to names that a step gives to the profiler, which refuses to start one twice."""
+        profiler: Any = self._trainer.profiler
+
+        def named(method: Callable[[str], None]) -> Callable[[str], None]:
+            def call(action: str) -> None:
+                step = lockstep.current
+                method(action if step is None else f"{action} [micro-batch {step}]")
+
+            return call
+
+        profiler.start, profiler.stop = named(profiler.start), named(profiler.stop)
+        try:
+            yield
+        finally:
+            del profiler.start, profiler.stop
+
+    # -- attributes and the first window ------------------------------------------------------------------------------
+
+    def _watched(self) -> StepAttributes:
+        module = self._module
+        near = {type(module).__name__: module, **dict(module.named_children())}
+        inside = {m for root in (*self._model.blocks.values(), *_metrics(module)) for m in root.modules()}
+        near = {name: m for name, m in near.items() if m not in inside}
+        named = _named_attributes(module, self._model.lockstep_attributes)
+        outside = {}
+        if self._first:
+            known = inside | set(near.values())
+            outside = {n: m for n, m in module.named_modules() if m not in known and n not in named}
+        further = {name: module.get_submodule(name) for name in named}
+        return StepAttributes({**near, **further}, only=named, outside=outside)
+
+    def _check_first(self, lockstep: Lockstep) -> None:
+        self._first = False
+        mixed = self._attributes.mixed()
+        if mixed:
+            raise RuntimeError(
+                f"In lockstep a step keeps attributes that it assigns on the LightningModule and its direct children. "
+                f"Several steps assigned others, each its own value: {', '.join(mixed)}. Write lockstep_attributes: "
+                f"{mixed} in chunkmbs_plan, or max_lockstep: 1."
+            )
+        mesh = self._model.mesh
+        if mesh.size() > 1:
+            own = [(step, name) for step, name, _ in lockstep.collectives]
+            everyone: list[Any] = [None] * mesh.size()
+            dist.all_gather_object(everyone, own, group=mesh.get_group())
+            _refuse_mismatch(everyone)
+
+
+def _refuse_mismatch(everyone: list[list[tuple[int, str]]]) -> None:
+    for rank, others in enumerate(everyone):
+        if others != everyone[0]:
+            i = next(i for i in range(len(others) + 1) if others[i : i + 1] != everyone[0][i : i + 1])
+            first, other = everyone[0][i : i + 1], others[i : i + 1]
+            raise RuntimeError(
+                f"Collectives inside training_step must be the same on all ranks in lockstep. Number {i} is {first} on "
+                f"rank 0 and {other} on rank {rank} (micro-batch, collective). Call them (self.log(sync_dist=True), "
+                f"self.all_gather) in every step of every rank, or write max_lockstep: 1 in chunkmbs_plan."
+            )
+
+
+def _metrics(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
+
+
+def _named_attributes(module: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """Return the attributes named in ``lockstep_attributes`` by the name of their module.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    found: dict[str, list[str]] = {}
+    modules = dict(module.named_modules())
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        if not owner or owner not in modules:
+            raise ValueError(
+                f"lockstep_attributes names an attribute of a module below the LightningModule, for example "
+                f"'model.encoder.cache'; '{name}' names none. Attributes of the LightningModule itself and of its "
+                f"direct children need not be named."
+            )
+        found.setdefault(owner, []).append(attribute)
+    return found
+
+
+def refuse_windows(trainer: Any, module: pl.LightningModule) -> None:
+    """Refuse before training what cannot be run in windows.
+
+    Raises:
+        TypeError: the ``training_step`` takes an iterator, or an optimizer or callback calls it again.
+    """
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    if trainer.accumulate_grad_batches == 1 and not any(s.going_to_accumulate_grad_batches() for s in schedulers):
+        return
+    cure = "Write enable_chunk_mbs: false for ordinary accumulation."
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise TypeError(
+            f"training_step(dataloader_iter) draws its batches itself; windows need training_step(batch). {cure}"
+        )
+    if any(isinstance(getattr(o, "_optimizer", o), torch.optim.LBFGS) for o in trainer.optimizers):
+        raise TypeError(f"LBFGS runs its closure several times in a step; a window runs once. {cure}")
+    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):
+        raise TypeError(f"StochasticWeightAveraging ends with an epoch without backward; windows need one. {cure}")
