@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .checks import check_structure
+from .fsdp2 import initialize
 from .materialize import materialize
 from .offload import ActivationStore
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
-from .sharding import Agree, ShardedModel, gather_around, initialize, make_agree, shard
+from .sharding import Agree, ShardedModel, gather_around, make_agree, shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,6 @@
 Each step runs in a greenlet of one thread. Where it calls a block it hands over its arguments and pauses. When all
 steps wait or have ended, the block that comes first in definition order runs once for all steps waiting at it, and
 these go on in order. (Threads would number autograd nodes each by itself, and the chunks' backwards would interleave.)
-
-[Note: leaves and chains]
-What a block call hands out are detached leaves, so the backward pass of what a step does after its last block (the
-tail) stops there and frees its memory, one micro-batch at a time. Gradients that reach a leaf are kept with the call.
-Then the calls are back-propagated, last to first. A call whose incoming tensors were all handed out by one earlier call
-takes the original outputs instead of the leaves: the two are one graph and one run of autograd. A plain stack of
-blocks is one run; code between blocks, a second tower or a second pass start a new one.
 """
 
 from __future__ import annotations
@@ -22,16 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 
 from .block import BlockCall, block_settings, run_block, run_idle_block
-from .guards import Guards, walk
+from .chains import BlockCalls
+from .guards import Guards
 from .sharding import Agree, ShardedModel
 from .step_attributes import StepAttributes
 from .step_state import ThreadState
-from .trees import map_tree, tree_leaves
 
 _NOTHING = 1 << 30
 
@@ -47,41 +38,6 @@ class _Request(NamedTuple):
     def key(self) -> tuple[bool, tuple[Any, ...]]:
         """Calls of one block that agree in this run together."""
         return self.state.grad, self.state.autocast
-
-
-class _Exit:
-    """A tensor that a block call handed out, and the gradient that has reached it."""
-
-    __slots__ = ("call", "edge", "grad")
-
-    def __init__(self, call: _Call, output: Tensor) -> None:
-        self.call = call
-        self.edge: GradientEdge = get_gradient_edge(output)
-        self.grad: Tensor | None = None
-
-    def collect(self, leaf: Tensor) -> None:
-        """Take the gradient off a leaf; the leaf itself, a hidden state, need not be kept for it."""
-        self.grad = leaf.grad if self.grad is None or leaf.grad is None else self.grad + leaf.grad
-        leaf.grad = None
-
-
-class _Call:
-    """One block call with gradients."""
-
-    __slots__ = ("chained", "exits", "name", "nodes")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.exits: list[_Exit] = []
-        self.nodes = range(0)  # sequence numbers of the autograd nodes made inside
-        self.chained: _Call | None = None  # the call that continues this one's graph
-
-
-class _Given(NamedTuple):
-    """What a leaf stands for."""
-
-    exit: _Exit
-    output: Tensor
 
 
 class _Step:
@@ -133,11 +89,9 @@ class Lockstep:
         self._steps: list[_Step] = []
         self._running: _Step | None = None
         self._ending = False
-        self._calls: list[_Call] = []
-        # By leaf, as long as the leaf lives: both share the memory of a hidden state.
-        self._given: Any = WeakTensorKeyDictionary()
-        self._guards = Guards(lambda: self.current, self._is_cut, record_collectives=record_collectives)
-        self.runs = 0
+        self._calls = BlockCalls()
+        self._guards = Guards(lambda: self.current, self._calls.is_cut, record_collectives=record_collectives)
+        self.runs = 0  # of autograd in the last backward
 
     @property
     def collectives(self) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -204,7 +158,7 @@ class Lockstep:
         result = self._turn(step, lambda: step.greenlet.switch(*value))
         step.request = None if step.greenlet.dead else result
         if step.greenlet.dead:
-            self._refuse_inner(result)
+            self._calls.refuse_inner(result)
             finish(step.index, result)
 
     def _turn(self, step: _Step, switch: Callable[[], Any]) -> Any:
@@ -232,22 +186,6 @@ class Lockstep:
     def current(self) -> int | None:
         """Index of the step that runs now; None outside steps."""
         return None if self._running is None else self._running.index
-
-    def _is_cut(self, node: Node) -> bool:
-        variable = getattr(node, "variable", None)
-        return isinstance(variable, Tensor) and variable in self._given
-
-    def _refuse_inner(self, output: Any) -> None:
-        """Refuse a loss that reaches the inside of a block by another way than what the block handed out."""
-        for node in walk(_grad_tensors(output)):
-            number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-            name = next((call.name for call in self._calls if number in call.nodes), None)
-            if name is not None:
-                raise RuntimeError(
-                    f"In lockstep a loss reaches a block only through what the block returns, and this one reaches the "
-                    f"inside of {name} (a tensor kept by a hook or an attribute, say). Return that tensor from the "
-                    f"block, or write max_lockstep: 1 in chunkmbs_plan."
-                )
 
     # -- block calls --------------------------------------------------------------------------------------------------
 
@@ -280,53 +218,14 @@ class Lockstep:
         calls = [BlockCall(s.request.call.args, s.request.call.kwargs, s.run) for s in steps if s.request is not None]
         if not grad:
             return run_block(block, calls)
-        call = _Call(block_settings(block).name)
-        self._chain(call, calls)
-        first = torch._C._autograd._get_sequence_nr()
-        outputs = run_block(block, calls, lambda joined: self._hand_out(call, joined))
-        call.nodes = range(first, torch._C._autograd._get_sequence_nr())
-        self._calls.append(call)
-        return outputs
-
-    def _chain(self, call: _Call, calls: list[BlockCall]) -> None:
-        """Continue the graph of an earlier call if all that comes in was handed out by it (see [Note: leaves …])."""
-        tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
-        sources: list[_Given] = [self._given[t] for t in tensors if t.is_leaf and t in self._given]
-        if not sources or len(sources) < len(tensors):
-            return
-        earlier: _Call = sources[0].exit.call
-        if earlier.chained is not None or any(s.exit.call is not earlier for s in sources):
-            return
-        earlier.chained = call
-        for c in calls:
-            c.args, c.kwargs = map_tree(self._original, (c.args, c.kwargs))
-
-    def _original(self, value: Any, _path: str) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return self._given[value].output
-        return value
-
-    def _hand_out(self, call: _Call, output: Any) -> Any:
-        def leaf(value: Any, _path: str) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                return value
-            exit_ = _Exit(call, value)
-            call.exits.append(exit_)
-            handed = value.detach().requires_grad_()
-            handed.register_post_accumulate_grad_hook(exit_.collect)
-            self._given[handed] = _Given(exit_, value)
-            return handed
-
-        return map_tree(leaf, output)
+        name = block_settings(block).name
+        return self._calls.run(name, calls, lambda hand_out: run_block(block, calls, hand_out))
 
     def _run_idle(self, block: nn.Module, grad: bool) -> None:
         """Take part in a block call for which no step of this rank waits."""
         output = run_idle_block(block)
         if grad:
-            call = _Call(block_settings(block).name)
-            call.exits.append(_Exit(call, output))
-            call.exits[0].grad = torch.zeros_like(output)
-            self._calls.append(call)
+            self._calls.add_idle(block_settings(block).name, output)
 
     def _raise_in(self, step: _Step, error: BaseException) -> None:
         """Raise what a block raised, with the step that called it in the traceback."""
@@ -337,27 +236,6 @@ class Lockstep:
 
     def backward(self) -> None:
         """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
-        chained = {id(call.chained) for call in self._calls if call.chained is not None}
-        heads = [call for call in self._calls if id(call) not in chained]
-        self._calls = []
         with self._sharded.root_held() as release:
-            while heads:
-                calls = _chain_from(heads.pop())
-                roots = [e for call in calls for e in call.exits if e.grad is not None]
-                if not heads:
-                    release()
-                if roots:
-                    self.runs += 1
-                    torch.autograd.backward([e.edge for e in roots], [e.grad for e in roots])
+            self.runs = self._calls.backward(before_last=release)
         self._sharded.reduce_root()
-
-
-def _grad_tensors(tree: Any) -> list[Tensor]:
-    return [leaf for _, leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _chain_from(call: _Call) -> list[_Call]:
-    calls = [call]
-    while calls[-1].chained is not None:
-        calls.append(calls[-1].chained)
-    return calls

@@ -1,8 +1,5 @@
 """FSDP2 groups of a model, and the calls that run with its root group gathered.
 
-The only file that touches FSDP2's private parts; they are reached through the few functions at its end, which say so
-when a torch version lacks them.
-
 [Note: hooks taken off]
 FSDP2 gathers and reduces in forward hooks. For blocks, the root and every further group outside blocks these hooks are
 taken off the modules and called by hand: around all chunks of a block call, and around a whole step for the root.
@@ -17,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .fsdp2 import (
+    count_collectives,
+    fsdp_module,
+    fsdp_state,
+    is_unsharded,
+    keep_casts,
+    reset_pass,
+    take_hooks_off,
+)
 from .report import StepCounter
 
 # Agrees with the other ranks on a number: takes this rank's, returns the least of all.
@@ -74,12 +80,14 @@ def shard(
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
     if forward_prefetch:
         for i, module in enumerate(blocks):
-            _fsdp(module).set_modules_to_forward_prefetch([_fsdp(m) for m in blocks[i + 1 : i + 1 + forward_prefetch]])
+            fsdp_module(module).set_modules_to_forward_prefetch(
+                [fsdp_module(m) for m in blocks[i + 1 : i + 1 + forward_prefetch]]
+            )
 
 
 def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
-    state = _state(module)
+    state = fsdp_state(module)
     (tensors,), _ = state._pre_forward(module, (tensors,), {})
     return state._post_forward(module, (tensors,), body(tensors))
 
@@ -103,10 +111,10 @@ class ShardedModel:
         self._opened: list[bool] = []
         self._outside = ExitStack()
         for module in (root, *self.further, *self.blocks):
-            _take_hooks_off(module)
-            _count_collectives(module, counter)
+            take_hooks_off(module)
+            count_collectives(module, counter)
         for module in self.further:
-            _keep_casts(module)
+            keep_casts(module)
         for module in (root, *root.children()):
             if module not in inside and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(self._before_call, prepend=True)
@@ -132,21 +140,21 @@ class ShardedModel:
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         for module in self._groups:
             module.reshard()
-        _state(self.root)._pre_forward(self.root, (), {})
+        fsdp_state(self.root)._pre_forward(self.root, (), {})
         for module in self.further:
-            _fsdp(module).unshard()
+            fsdp_module(module).unshard()
         self._inside = True
 
     def _leave(self, output: Any, *, keep: bool) -> Any:
         self._inside = False
-        output = _state(self.root)._post_forward(self.root, (), output)
+        output = fsdp_state(self.root)._post_forward(self.root, (), output)
         if not keep:
             self.reset()
         return output
 
     @property
     def _groups(self) -> Iterator[FSDPModule]:
-        return (_fsdp(module) for module in (self.root, *self.further, *self.blocks))
+        return (fsdp_module(module) for module in (self.root, *self.further, *self.blocks))
 
     # -- backward and optimizer inside a step (manual optimization) --------------------------------------------------
 
@@ -156,7 +164,7 @@ class ShardedModel:
         FSDP2 learns of a backward pass from hooks on what a step returns; here the step has not returned yet.
         """
         if self._inside:
-            _state(self.root)._register_pre_backward_hook(loss)
+            fsdp_state(self.root)._register_pre_backward_hook(loss)
 
     def after_backward(self) -> None:
         """Gather again what a backward pass inside a step has resharded."""
@@ -172,7 +180,7 @@ class ShardedModel:
 
     def _gather(self) -> None:
         for module in (self.root, *self.further):
-            _fsdp(module).unshard()
+            fsdp_module(module).unshard()
 
     # -- a backward pass of several runs (lockstep) ------------------------------------------------------------------
 
@@ -187,15 +195,15 @@ class ShardedModel:
 
     def _hold_root(self, held: bool) -> None:
         for module in (self.root, *self.further):
-            _fsdp(module).set_requires_gradient_sync(not held, recurse=False)
-            _fsdp(module).set_reshard_after_backward(not held, recurse=False)
-        _fsdp(self.root).set_is_last_backward(not held)
+            fsdp_module(module).set_requires_gradient_sync(not held, recurse=False)
+            fsdp_module(module).set_reshard_after_backward(not held, recurse=False)
+        fsdp_module(self.root).set_is_last_backward(not held)
 
     def reduce_root(self) -> None:
         """Reduce the root and further groups if no run of autograd has done it, because no block was called."""
-        if any(_is_unsharded(module) for module in (self.root, *self.further)):
+        if any(is_unsharded(module) for module in (self.root, *self.further)):
             start = torch.zeros((), device=next(self.root.parameters()).device, requires_grad=True) + 0
-            _state(self.root)._register_pre_backward_hook(start)
+            fsdp_state(self.root)._register_pre_backward_hook(start)
             start.backward()
 
     # -- calls outside a step ----------------------------------------------------------------------------------------
@@ -243,119 +251,4 @@ class ShardedModel:
         self._outside.close()
         for module in self._groups:
             module.reshard()
-        _reset_pass(self.root)
-
-
-# -- private parts of FSDP2 ------------------------------------------------------------------------------------------
-
-
-class _Collective(Protocol):
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class _Counted:
-    """A collective of FSDP2 that counts its calls."""
-
-    def __init__(self, collective: _Collective, name: str, counter: StepCounter) -> None:
-        self._collective = collective
-        self._name = name
-        self._counter = counter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._collective, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._counter.add(self._name)
-        return self._collective(*args, **kwargs)
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    if not isinstance(module, FSDPModule):
-        raise RuntimeError(f"{type(module).__name__} is not sharded; shard() comes before this.")
-    return module
-
-
-def _state(module: nn.Module) -> Any:
-    """Return FSDP2's state of a sharded module."""
-    state = _fsdp(module)._get_fsdp_state()
-    for name in ("_pre_forward", "_post_forward", "_lazy_init", "_register_pre_backward_hook"):
-        if not hasattr(state, name):
-            raise RuntimeError(
-                f"FSDP2's state has no {name} in torch {torch.__version__}, on which this package relies. It is "
-                f"written for torch 2.11 to 2.14; install one of these."
-            )
-    return state
-
-
-def _param_groups(module: nn.Module) -> list[Any]:
-    state = _state(module)
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
-
-
-def _is_unsharded(module: nn.Module) -> bool:
-    return any(group.is_unsharded for group in _param_groups(module))
-
-
-def group_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which the group of a sharded module is gathered; None if it has no parameters."""
-    groups = _param_groups(module)
-    return groups[0].mesh_info.mesh if groups else None
-
-
-def initialize(root: nn.Module) -> None:
-    """Make ``root`` the root of its groups now and not at the first call, which may be of one of its children."""
-    _state(root)._lazy_init()
-
-
-def _take_hooks_off(module: nn.Module) -> None:
-    state = _state(module)
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-
-
-def _keep_casts(module: nn.Module) -> None:
-    """Bring back what the hooks taken off a further group did to dtypes, for a policy its user gave it."""
-    state = _state(module)
-    policy = state._mp_policy
-    casts_inputs = policy.param_dtype is not None and policy.cast_forward_inputs
-    if not casts_inputs and policy.output_dtype is None:
-        return
-    if not hasattr(state, "_cast_forward_inputs"):
-        raise RuntimeError(
-            f"A group outside the blocks ({type(module).__name__}) with a MixedPrecisionPolicy that casts inputs or "
-            f"outputs needs torch 2.12 or newer, and this is {torch.__version__}. Pass cast_forward_inputs=False and "
-            f"no output_dtype to its fully_shard, or delete that call."
-        )
-    module.register_forward_pre_hook(lambda _m, args, kw: state._cast_forward_inputs(args, kw), with_kwargs=True)
-    module.register_forward_hook(lambda _m, _args, output: state._cast_output_dtype(output))
-
-
-def _count_collectives(module: nn.Module, counter: StepCounter) -> None:
-    groups = _param_groups(module)
-    if len(groups) != 1 or isinstance(groups[0]._all_gather_comm, _Counted):
-        return
-    gather = _Counted(groups[0]._all_gather_comm, "all_gathers", counter)
-    scatter = _Counted(groups[0]._reduce_scatter_comm, "reduce_scatters", counter)
-    _fsdp(module).set_custom_all_gather(gather)  # type: ignore[arg-type]
-    _fsdp(module).set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-
-
-def _reset_pass(root: nn.Module) -> None:
-    if hasattr(root, "reset_iter_state"):
-        _fsdp(root).reset_iter_state()
-        return
-    context = _state(root)._state_ctx  # torch 2.11 has no public way
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-    _state(root)._comm_ctx.post_forward_order.clear()
-    for state in context.all_states:
-        state._training_state = type(state._training_state).IDLE
-        group = state._fsdp_param_group
-        if group is not None:
-            group.finalize_backward()
-            group._training_state = type(state._training_state).IDLE
-            group._to_sharded()
+        reset_pass(self.root)

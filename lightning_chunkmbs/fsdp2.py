@@ -1,0 +1,133 @@
+"""Private parts of FSDP2; no other file touches them.
+
+Each is reached through a function here, which says so when a torch version lacks it. Written for torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from .report import StepCounter
+
+
+class _Collective(Protocol):
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _Counted:
+    """A collective of FSDP2 that counts its calls."""
+
+    def __init__(self, collective: _Collective, name: str, counter: StepCounter) -> None:
+        self._collective = collective
+        self._name = name
+        self._counter = counter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collective, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._counter.add(self._name)
+        return self._collective(*args, **kwargs)
+
+
+def fsdp_module(module: nn.Module) -> FSDPModule:
+    """Return ``module`` as the FSDP2 module that it is."""
+    if not isinstance(module, FSDPModule):
+        raise RuntimeError(f"{type(module).__name__} is not sharded; shard() comes before this.")
+    return module
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """Return FSDP2's state of a sharded module."""
+    state = fsdp_module(module)._get_fsdp_state()
+    for name in ("_pre_forward", "_post_forward", "_lazy_init", "_register_pre_backward_hook"):
+        if not hasattr(state, name):
+            raise RuntimeError(
+                f"FSDP2's state has no {name} in torch {torch.__version__}, on which this package relies. It is "
+                f"written for torch 2.11 to 2.14; install one of these."
+            )
+    return state
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """Return the parameter groups of a sharded module; none if it has no parameters of its own."""
+    state = fsdp_state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def is_unsharded(module: nn.Module) -> bool:
+    """Return whether a sharded module is gathered now."""
+    return any(group.is_unsharded for group in param_groups(module))
+
+
+def group_mesh(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which the group of a sharded module is gathered; None if it has no parameters."""
+    groups = param_groups(module)
+    return groups[0].mesh_info.mesh if groups else None
+
+
+def initialize(root: nn.Module) -> None:
+    """Make ``root`` the root of its groups now and not at the first call, which may be of one of its children."""
+    fsdp_state(root)._lazy_init()
+
+
+def take_hooks_off(module: nn.Module) -> None:
+    """Take FSDP2's forward hooks off a sharded module."""
+    state = fsdp_state(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def keep_casts(module: nn.Module) -> None:
+    """Bring back what the hooks taken off a further group did to dtypes, for a policy its user gave it."""
+    state = fsdp_state(module)
+    policy = state._mp_policy
+    casts_inputs = policy.param_dtype is not None and policy.cast_forward_inputs
+    if not casts_inputs and policy.output_dtype is None:
+        return
+    if not hasattr(state, "_cast_forward_inputs"):
+        raise RuntimeError(
+            f"A group outside the blocks ({type(module).__name__}) with a MixedPrecisionPolicy that casts inputs or "
+            f"outputs needs torch 2.12 or newer, and this is {torch.__version__}. Pass cast_forward_inputs=False and "
+            f"no output_dtype to its fully_shard, or delete that call."
+        )
+    module.register_forward_pre_hook(lambda _m, args, kw: state._cast_forward_inputs(args, kw), with_kwargs=True)
+    module.register_forward_hook(lambda _m, _args, output: state._cast_output_dtype(output))
+
+
+def count_collectives(module: nn.Module, counter: StepCounter) -> None:
+    """Count the collectives of a sharded module where they are issued."""
+    groups = param_groups(module)
+    if len(groups) != 1 or isinstance(groups[0]._all_gather_comm, _Counted):
+        return
+    gather = _Counted(groups[0]._all_gather_comm, "all_gathers", counter)
+    scatter = _Counted(groups[0]._reduce_scatter_comm, "reduce_scatters", counter)
+    fsdp_module(module).set_custom_all_gather(gather)  # type: ignore[arg-type]
+    fsdp_module(module).set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+
+
+def reset_pass(root: nn.Module) -> None:
+    """Forget a forward or backward pass that was broken off."""
+    if hasattr(root, "reset_iter_state"):
+        fsdp_module(root).reset_iter_state()
+        return
+    context = fsdp_state(root)._state_ctx  # torch 2.11 has no public way
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    fsdp_state(root)._comm_ctx.post_forward_order.clear()
+    for state in context.all_states:
+        state._training_state = type(state._training_state).IDLE
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()
+            group._training_state = type(state._training_state).IDLE
+            group._to_sharded()
