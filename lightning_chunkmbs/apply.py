@@ -140,8 +140,9 @@ class AppliedModel:
             )
 
     def make_ready(self, device: torch.device) -> None:
-        """Fill what is on the meta device and agree with the other ranks; does nothing the second time."""
+        """Fill what is on the meta device and agree with the other ranks; the second time only agree."""
         if self._ready:
+            self.replicated.broadcast()  # a configure_model may have set them anew
             return
         materialize(self._root, device)
         self._root.to(device)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .report import Notices
 from .trees import map_tree, tree_leaves
@@ -131,13 +131,14 @@ def cut_call(
     """
     found, template = _find_tensors(rule, names, args, kwargs)
     sizes: tuple[int, ...] = ()
+    batch: int | None = None
     if rule is not None:
         batch = _batch_size(block, rule, found, args, kwargs)
         full, rest = divmod(batch, rule.chunk_mbs)
         sizes = (rule.chunk_mbs,) * full + ((rest,) if rest or not full else ())
         _warn_undeclared(block, rule, found, batch, notices)
     pieces = [_cut(argument, sizes) for argument in found]
-    return CutCall(template, sizes, pieces, _entry(found))
+    return CutCall(template, sizes, pieces, _entry(found, batch))
 
 
 def _find_tensors(
@@ -229,11 +230,19 @@ def _cut(argument: _Argument, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     return argument.tensor.split(sizes, dim)
 
 
-def _entry(found: list[_Argument]) -> int | None:
-    """The first tensor that needs a gradient; a declared one if any is declared."""
-    candidates = [i for i, a in enumerate(found) if a.tensor.is_floating_point() and a.tensor.requires_grad]
-    declared = [i for i in candidates if found[i].batch_dim is not None]
-    return next(iter(declared or candidates), None)
+def _entry(found: list[_Argument], batch: int | None) -> int | None:
+    """The first tensor of the whole batch that needs a gradient; of a call that is not cut, its first float tensor."""
+    floats = [i for i, a in enumerate(found) if a.tensor.is_floating_point()]
+    if batch is None:
+        candidates = floats[:1]
+    else:
+        candidates = [i for i in floats if found[i].batch_dim is not None and found[i].size == batch]
+    wanted = (i for i in candidates if found[i].tensor.requires_grad and not _is_parameter(found[i].tensor))
+    return next(wanted, None)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------
@@ -249,7 +258,8 @@ def drop_cache(
     block: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], notices: Notices
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call's arguments without cache; recomputation would append to it a second time."""
-    if holds_cache(names, args, kwargs) or kwargs.get(_CACHE_FLAG):
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if holds_cache(names, args, kwargs) or given.get(_CACHE_FLAG):
         notices.warn(
             "cache",
             f"{block}: in training a block gets no cache of keys and values (recomputation would append to it twice), "

@@ -21,7 +21,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,11 +224,23 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
     run = _Run(settings.forward, cut.template)
     if not torch.is_grad_enabled():
         return run(*values)
-    entry = None if cut.entry is None else values[cut.entry]
-    offload = settings.store.hooks(entry) if settings.store is not None and entry is not None else nullcontext()
+    offload: AbstractContextManager[Any] = nullcontext()
+    if cut.entry is not None:
+        values[cut.entry] = entry = _dense(values[cut.entry])
+        offload = offload if settings.store is None else settings.store.hooks(entry)
     with offload:
         # Only positional tensors pass through the saved-tensor hooks, hence the flat call.
         return checkpoint(run, *values, use_reentrant=False)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without gaps between its rows: the layout of a micro-batch of its own, and of a host copy.
+
+    A slice along a later dimension has gaps. Recomputation from a copy without them would run other kernels, and
+    ``checkpoint`` refuses what these save.
+    """
+    alike = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor if alike else tensor.clone()
 
 
 class _Run:

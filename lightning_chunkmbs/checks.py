@@ -35,7 +35,9 @@ def check_structure(
             raise TypeError(f"'{name}' is wrapped by FullyShardedDataParallel; this strategy shards it. Unwrap it.")
     for name, block in blocks.items():
         _check_wrappers(name, block, modules)
-        _check_groups(name, block, modules, mesh)
+        _check_groups(name, block, modules)
+    for name, module in modules.items():
+        _check_mesh("block" if name in blocks else "module", name, module, mesh)
     _check_shared(root, {**blocks, **further})
 
 
@@ -54,21 +56,24 @@ def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module
         )
 
 
-def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+def _check_mesh(kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    own = group_mesh(module) if isinstance(module, FSDPModule) else None
+    if own is not None and own != mesh:
+        label = f"The {kind} '{name}'" if name else "The LightningModule"
+        raise ValueError(
+            f"{label} is sharded over another mesh ({own}) than the strategy's ({mesh}). Pass "
+            f"mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call."
+        )
+
+
+def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for child_name, child in block.named_modules():
         if child is not block and isinstance(child, FSDPModule):
             raise ValueError(
                 f"A group inside a block is not supported yet; '{name}.{child_name}' has one and would be gathered "
                 f"again for every chunk. Delete the fully_shard(...) call for it."
             )
-    if isinstance(block, FSDPModule):
-        own = group_mesh(block)
-        if own is not None and own != mesh:
-            raise ValueError(
-                f"The block '{name}' is sharded over another mesh ({own}) than the strategy's ({mesh}). Pass "
-                f"mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call."
-            )
-    elif any(isinstance(p, DTensor) for p in block.parameters()):
+    if not isinstance(block, FSDPModule) and any(isinstance(p, DTensor) for p in block.parameters()):
         parents = [n for n, m in modules.items() if isinstance(m, FSDPModule) and name.startswith(f"{n}." if n else "")]
         owner = max(parents, key=len, default="")
         raise ValueError(

@@ -115,8 +115,41 @@ def count_collectives(module: nn.Module, counter: StepCounter) -> None:
     fsdp_module(module).set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
 
 
+def gathered_params(module: nn.Module) -> list[Any]:
+    """Return FSDP2's parameters of a sharded module's group, those that were gathered at least once."""
+    return [p for group in param_groups(module) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def follow_requires_grad(module: nn.Module) -> None:
+    """Let gathered parameters require gradients where their shards do now.
+
+    FSDP2 looks once, at the first gather; freezing or toggling parameters later would have no effect.
+    """
+    for param in gathered_params(module):
+        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+
+def clear_shard_gradients(module: nn.Module, set_to_none: bool) -> None:
+    """Clear the gradients of the shards of a module's group, whatever is registered on the module now."""
+    for group in param_groups(module):
+        for param in group.fsdp_params:
+            if set_to_none:
+                param.sharded_param.grad = None
+            elif param.sharded_param.grad is not None:
+                param.sharded_param.grad.zero_()
+
+
+def drop_unreduced(module: nn.Module) -> None:
+    """Forget gradients that a broken-off backward pass has not reduced."""
+    for param in gathered_params(module):
+        param._unsharded_param.grad = None
+        param.unsharded_accumulated_grad = None
+
+
 def reset_pass(root: nn.Module) -> None:
     """Forget a forward or backward pass that was broken off."""
+    if fsdp_state(root)._is_root is None:
+        return  # none has begun: FSDP2 makes what is reset at the first
     if hasattr(root, "reset_iter_state"):
         fsdp_module(root).reset_iter_state()
         return

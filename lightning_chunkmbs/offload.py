@@ -57,10 +57,12 @@ class ActivationStore:
 
     def hooks(self, entry: Tensor) -> saved_tensors_hooks:
         """Return a context in which saving ``entry`` puts it into this store; all else is saved as usual."""
+        # Autograd keeps the pack hook as long as what it packed, so the hook must not hold the entry itself.
+        place = _memory(entry)
 
         def pack(saved: Tensor) -> Tensor | HostActivation:
             # Autograd may hand over a detached alias, so memory is compared and not identity.
-            return self.put(saved) if _same_memory(saved, entry) else saved
+            return self.put(saved) if _memory(saved) == place else saved
 
         def unpack(packed: Tensor | HostActivation) -> Tensor:
             return self.take(packed) if isinstance(packed, HostActivation) else packed
@@ -68,5 +70,5 @@ class ActivationStore:
         return saved_tensors_hooks(pack, unpack)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -12,6 +12,7 @@ gather and one reduce-scatter, wherever and however often its modules are called
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,9 +25,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .fsdp2 import (
+    clear_shard_gradients,
     count_collectives,
+    drop_unreduced,
+    follow_requires_grad,
     fsdp_module,
     fsdp_state,
+    gathered_params,
     is_unsharded,
     keep_casts,
     reset_pass,
@@ -89,6 +94,7 @@ def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensor
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
     state = fsdp_state(module)
     (tensors,), _ = state._pre_forward(module, (tensors,), {})
+    follow_requires_grad(module)
     return state._post_forward(module, (tensors,), body(tensors))
 
 
@@ -108,6 +114,7 @@ class ShardedModel:
         self.further = [m for m in root.modules() if isinstance(m, FSDPModule) and m not in inside and m is not root]
         self._counter = counter
         self._inside = False
+        self._lost = False  # an exception inside a step has resharded what the rest of the step needs
         self._opened: list[bool] = []
         self._outside = ExitStack()
         for module in (root, *self.further, *self.blocks):
@@ -115,10 +122,17 @@ class ShardedModel:
             count_collectives(module, counter)
         for module in self.further:
             keep_casts(module)
+        root.zero_grad = functools.partial(self._zero_grad, root.zero_grad)  # type: ignore[method-assign]
         for module in (root, *root.children()):
             if module not in inside and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(self._before_call, prepend=True)
                 module.register_forward_hook(self._after_call, always_call=True)
+
+    def _zero_grad(self, zero_grad: Callable[[bool], None], set_to_none: bool = True) -> None:
+        """The root's ``zero_grad``: inside a step gathered parameters are registered, and the shards have gradients."""
+        zero_grad(set_to_none)
+        for module in self._kept:
+            clear_shard_gradients(module, set_to_none)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -137,12 +151,15 @@ class ShardedModel:
             return self._leave(output, keep=backward_follows and torch.is_grad_enabled())
 
     def _enter(self) -> None:
+        self._lost = False
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
-        for module in self._groups:
-            module.reshard()
+        self._reshard()
         fsdp_state(self.root)._pre_forward(self.root, (), {})
         for module in self.further:
             fsdp_module(module).unshard()
+        for kept in self._kept:
+            follow_requires_grad(kept)
+        self._trained = [p for m in self._kept for p in gathered_params(m) if p.sharded_param.requires_grad]
         self._inside = True
 
     def _leave(self, output: Any, *, keep: bool) -> Any:
@@ -153,8 +170,13 @@ class ShardedModel:
         return output
 
     @property
-    def _groups(self) -> Iterator[FSDPModule]:
-        return (fsdp_module(module) for module in (self.root, *self.further, *self.blocks))
+    def _kept(self) -> tuple[nn.Module, ...]:
+        """The groups that stay gathered during a step."""
+        return (self.root, *self.further)
+
+    @property
+    def _groups(self) -> tuple[nn.Module, ...]:
+        return (*self._kept, *self.blocks)
 
     # -- backward and optimizer inside a step (manual optimization) --------------------------------------------------
 
@@ -164,6 +186,8 @@ class ShardedModel:
         FSDP2 learns of a backward pass from hooks on what a step returns; here the step has not returned yet.
         """
         if self._inside:
+            for module in self._kept:
+                follow_requires_grad(module)
             fsdp_state(self.root)._register_pre_backward_hook(loss)
 
     def after_backward(self) -> None:
@@ -174,13 +198,15 @@ class ShardedModel:
     def after_optimizer_step(self) -> None:
         """Gather the new parameters when the optimizer stepped inside a step."""
         if self._inside:
-            for module in self._groups:
-                module.reshard()
+            self._reshard()
             self._gather()
 
     def _gather(self) -> None:
-        for module in (self.root, *self.further):
+        for module in self._kept:
             fsdp_module(module).unshard()
+        # What is toggled off now may be on again when the step goes on; `before_backward` looks at the shards.
+        for param in self._trained:
+            param._unsharded_param.requires_grad_(True)
 
     # -- a backward pass of several runs (lockstep) ------------------------------------------------------------------
 
@@ -194,14 +220,14 @@ class ShardedModel:
             self._hold_root(False)
 
     def _hold_root(self, held: bool) -> None:
-        for module in (self.root, *self.further):
+        for module in self._kept:
             fsdp_module(module).set_requires_gradient_sync(not held, recurse=False)
             fsdp_module(module).set_reshard_after_backward(not held, recurse=False)
         fsdp_module(self.root).set_is_last_backward(not held)
 
     def reduce_root(self) -> None:
         """Reduce the root and further groups if no run of autograd has done it, because no block was called."""
-        if any(is_unsharded(module) for module in (self.root, *self.further)):
+        if any(is_unsharded(module) for module in self._kept):
             start = torch.zeros((), device=next(self.root.parameters()).device, requires_grad=True) + 0
             fsdp_state(self.root)._register_pre_backward_hook(start)
             start.backward()
@@ -221,6 +247,8 @@ class ShardedModel:
 
     def _before_call(self, _module: nn.Module, _args: Any) -> None:
         """Forward pre-hook of the root and its children: gather around a call made outside a step."""
+        if self._lost:
+            self._enter()
         opens = not self._inside
         if opens:
             self._outside.enter_context(self._counter.paused())
@@ -230,6 +258,9 @@ class ShardedModel:
     def _after_call(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._opened and self._opened.pop():
             self._outside.close()
+            if output is None:  # it raised, or has nothing to be back-propagated
+                self.reset()
+                return None
             return self._leave(output, keep=torch.is_grad_enabled())
         return None
 
@@ -238,17 +269,33 @@ class ShardedModel:
     @contextmanager
     def cleaned_on_error(self) -> Iterator[None]:
         """Reshard everything and forget the pass when an exception leaves the context."""
+        inside = self._inside
         try:
             yield
         except BaseException:
-            self.reset()
+            self.reset(failed=True)
+            self._lost = inside
             raise
 
-    def reset(self) -> None:
-        """Reshard every group and forget a pass that will not be finished."""
+    def reset(self, *, failed: bool = False) -> None:
+        """Reshard every group and forget a pass that will not be finished; with ``failed`` its gradients too."""
         self._inside = False
         self._opened.clear()
         self._outside.close()
-        for module in self._groups:
-            module.reshard()
+        self._lost = False
+        self._reshard()
         reset_pass(self.root)
+        if failed:
+            for module in self._groups:
+                drop_unreduced(module)
+            _free_failed_graph()
+
+    def _reshard(self) -> None:
+        for module in self._groups:
+            fsdp_module(module).reshard()
+
+
+def _free_failed_graph() -> None:
+    """The engine keeps the graph of a backward pass that raised until the next one; let that be one of nothing."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()

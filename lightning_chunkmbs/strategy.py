@@ -328,7 +328,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         if self._window is not None:
             self._window.clear()
         if self._applied is not None:
-            self._applied.sharded.reset()
+            self._applied.sharded.reset(failed=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Forget a window that was not completed."""
