@@ -50,6 +50,13 @@ class _Step:
         self.state = state
         self.request: _Request | None = None
 
+    def take_call(self) -> BlockCall:
+        """Return the call that waits, to be run in the step's state; the step keeps no hold of its arguments."""
+        request, self.request = self.request, None
+        if request is None:
+            raise AssertionError("a step that is to run a block waits for it")
+        return BlockCall(request.call.args, request.call.kwargs, self.run)
+
     def run(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn`` in the paused step's state and contextvars."""
         before = ThreadState.now()
@@ -215,7 +222,7 @@ class Lockstep:
             self._resume(step, finish, value)
 
     def _run_block(self, block: nn.Module, steps: list[_Step], grad: bool) -> list[Any]:
-        calls = [BlockCall(s.request.call.args, s.request.call.kwargs, s.run) for s in steps if s.request is not None]
+        calls = [s.take_call() for s in steps]
         if not grad:
             return run_block(block, calls)
         name = block_settings(block).name
