@@ -32,7 +32,7 @@ class SampleText(Callback):
     Every rank takes part: each of them holds only a part of the parameters.
     """
 
-    def __init__(self, prompt: str = "def ", length: int = 200) -> None:
+    def __init__(self, prompt: str = "import ", length: int = 200) -> None:
         self.prompt, self.length = prompt, length
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

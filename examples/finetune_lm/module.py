@@ -74,6 +74,6 @@ class CausalLM(LightningModule):
         """Sample ``length`` bytes after ``prompt``."""
         tokens = torch.tensor([list(prompt.encode())], device=self.device)
         written = self.model.generate(
-            tokens, max_new_tokens=length, do_sample=True, temperature=0.7, attention_mask=torch.ones_like(tokens)
+            tokens, max_new_tokens=length, do_sample=True, attention_mask=torch.ones_like(tokens)
         )
         return bytes(written[0].tolist()).decode(errors="replace")
