@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -143,9 +143,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     @property
     def window_outputs(self) -> list[dict[str, Any]]:
-        """For each micro-batch of the last window its loss (divided by ``accumulate_grad_batches``) and what else
-        ``training_step`` returned, complete at the window's last ``on_train_batch_end``.
-        """
+        """For each micro-batch of the last window what ``on_train_batch_end`` gets for it with stock accumulation."""
         return self._window_outputs
 
     # -- setup -------------------------------------------------------------------------------------------------------
@@ -173,10 +171,9 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Apply the plans, fill the model and build optimizers."""
-        module, accelerator = self.lightning_module, self.accelerator
-        if module is None or accelerator is None:
-            raise RuntimeError("The strategy is set up by a Trainer that was given a LightningModule.")
-        accelerator.setup(trainer)
+        module = self._module
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
         self.apply(module)
         self._ready_model.make_ready(self.root_device)
         self.model = self.precision_plugin.convert_module(module)
@@ -269,7 +266,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     @property
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:
-            raise RuntimeError("The strategy runs steps of the LightningModule that a Trainer gave it.")
+            raise RuntimeError("The strategy works for a Trainer that was given a LightningModule.")
         return self.lightning_module
 
     # -- backward and optimizer --------------------------------------------------------------------------------------
@@ -321,6 +318,12 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         self._ready_model.sharded.after_optimizer_step()
         self._step_report = self._ready_model.counter.take()
         return output
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state for a checkpoint, and leave it as it is."""
+        own = getattr(optimizer, "_optimizer", optimizer)
+        with self._window.gradient_shown(own) if self._window is not None else nullcontext():
+            return super().optimizer_state(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no group gathered when a run ends by an exception."""

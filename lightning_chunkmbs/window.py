@@ -91,6 +91,22 @@ class Window:
         self._losses = []
         self.state = ""
 
+    @contextmanager
+    def gradient_shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Show a gradient while a window waits in which Lightning's accumulation would have some.
+
+        torch fills the state of an optimizer that has neither state nor gradients by a step, which later steps count.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if self.state != "queued" or optimizer.state or any(p.grad is not None for p in parameters):
+            yield
+            return
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        try:
+            yield
+        finally:
+            parameters[0].grad = None
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, batches: list[MicroBatch]) -> Any:
@@ -120,6 +136,7 @@ class Window:
         self.state = "open"
         if last[0] is None:  # without a loss Lightning calls no backward, and other steps have theirs
             self.backward()
+            self.after_backward()
         return last[0]
 
     def run_alone(self, batch: MicroBatch, step: Callable[..., Any], stands_for: int = 1) -> Any:
@@ -131,7 +148,7 @@ class Window:
         elif stands_for > 1 and isinstance(output, Tensor):
             output = output * stands_for
         n = self._trainer.accumulate_grad_batches
-        self.outputs.append(ClosureResult.from_training_step_output(output, n).asdict())
+        self.outputs.append(_outputs(ClosureResult.from_training_step_output(output, n)))
         return output
 
     def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
@@ -159,7 +176,7 @@ class Window:
                 "Return a loss; multiply it by 0 if this micro-batch is not to count."
             )
         result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
-        self.outputs.append(result.asdict())
+        self.outputs.append(_outputs(result))
         if result.closure_loss is None:
             return None
         plugin, module = self._trainer.precision_plugin, self._module
@@ -230,6 +247,11 @@ class Window:
             everyone: list[Any] = [None] * mesh.size()
             dist.all_gather_object(everyone, own, group=mesh.get_group())
             _refuse_mismatch(everyone)
+
+
+def _outputs(result: ClosureResult) -> dict[str, Any]:
+    """What Lightning hands to ``on_train_batch_end``: nothing for a skipped step."""
+    return {} if result.loss is None else result.asdict()
 
 
 def _refuse_mismatch(everyone: list[list[tuple[int, str]]]) -> None:
