@@ -166,8 +166,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             return
         # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         self._setup_distributed()
-        if self.lightning_module is not None:
-            self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Apply the plans, fill the model and build optimizers."""
