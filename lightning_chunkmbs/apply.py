@@ -113,7 +113,7 @@ class AppliedModel:
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
         self.replicated = ReplicatedParameters(root, mesh)
         self.agree: Agree | None = None
-        self._ready = False
+        self._ready = self._received_checked = False
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
         forward, parameters = own_forward(block)
@@ -170,7 +170,10 @@ class AppliedModel:
         Raises:
             ValueError: no block received any of the plan's ``chunk_kwarg_names``.
         """
-        declared = self.plans.chunkmbs_plan.chunk_kwarg_names if self.plans.chunkmbs_plan else []
+        if self._received_checked or self.plans.chunkmbs_plan is None:
+            return
+        self._received_checked = True
+        declared = self.plans.chunkmbs_plan.chunk_kwarg_names
         settings = [block_settings(block) for block in self.blocks.values()]
         received = set().union(*(s.received for s in settings if s.rule is not None))
         missing = [name for name in declared if name not in received]

@@ -224,6 +224,8 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
     run = _Run(settings.forward, cut.template)
     if not torch.is_grad_enabled():
         return run(*values)
+    # Casts cached by autocast would add up the chunks' gradients in the lower precision.
+    torch.clear_autocast_cache()
     offload: AbstractContextManager[Any] = nullcontext()
     if cut.entry is not None:
         values[cut.entry] = entry = _dense(values[cut.entry])

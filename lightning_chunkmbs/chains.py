@@ -6,10 +6,16 @@ The graph is cut where a block call hands out its outputs, so the backward pass 
 call. Then the calls are back-propagated, last to first. A call whose incoming tensors were all handed out by one
 earlier call takes the original outputs instead: the two are one graph and one run of autograd. A plain stack of blocks
 is one run; code between blocks, a second tower or a second pass start a new one.
+
+[Note: what runs share]
+Code outside blocks can be behind several runs and tails (an embedding that every block is given, say). Autograd frees a
+graph when it has gone through it, so of several runs only the last may go through such a part: the others are cut where
+they enter their block, and what has come back there goes on into that part, which is retained.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,14 +45,29 @@ class _Exit:
         self.grad = grad if self.grad is None else self.grad + grad
 
 
+class _Probe:
+    """Tells whether a tensor was changed in place, without its memory: the version counter is shared."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias = tensor.detach()
+        self._alias.data = tensor.new_empty(0)
+        self._version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        return self._alias._version != self._version
+
+
 class _Call:
     """One block call with gradients."""
 
-    __slots__ = ("chained", "exits", "name", "nodes")
+    __slots__ = ("chained", "entries", "exits", "name", "nodes", "probes")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.exits: list[_Exit] = []
+        self.entries: list[_Exit] = []  # where the graph is cut before the block (see [Note: what runs share])
+        self.probes: list[_Probe] = []  # of tensors that it saved by the outputs they stand for
         self.nodes = range(0)  # sequence numbers of the autograd nodes made inside
         self.chained: _Call | None = None  # the call that continues this one's graph
 
@@ -90,11 +111,14 @@ class BlockCalls:
         self._calls: list[_Call] = []
         # By the tensor handed out and as long as it lives; its memory is the output's.
         self._given: Any = WeakTensorKeyDictionary()
+        # Nodes outside blocks through which the runs of calls made so far will go.
+        self._ahead: set[Node] = set()
 
     def run(self, name: str, calls: list[BlockCall], run: Callable[[Callable[[Any], Any]], list[Any]]) -> list[Any]:
         """Run a block for ``calls`` by ``run(hand_out)`` and return what the steps are given."""
         call = _Call(name)
-        self._continue_chain(call, calls)
+        if not self._continue_chain(call, calls):
+            self._cut_shared(call, calls)
         first = _sequence_number()
         outputs = run(lambda joined: self._hand_out(call, joined))
         call.nodes = range(first, _sequence_number())
@@ -117,15 +141,20 @@ class BlockCalls:
         continued = {id(call.chained) for call in self._calls if call.chained is not None}
         heads = [call for call in self._calls if id(call) not in continued]
         self._calls = []
+        self._ahead.clear()
         runs = 0
         while heads:
-            roots = [e for call in heads.pop().chain() for e in call.exits if e.grad is not None]
+            head = heads.pop()
+            _refuse_changed(head.chain())
             if not heads:
                 before_last()
-            if roots:
-                runs += 1
-                torch.autograd.backward([e.edge for e in roots], [e.grad for e in roots])
+            runs += _run([e for call in head.chain() for e in call.exits])
+            runs += _run(head.entries, retain_graph=True)
         return runs
+
+    def goes_ahead(self, node: Node) -> bool:
+        """Return whether the run of a block call made so far will go through a graph node outside blocks."""
+        return node in self._ahead
 
     def is_cut(self, node: Node) -> bool:
         """Return whether a graph node is one at which the graph is cut."""
@@ -143,35 +172,74 @@ class BlockCalls:
                     f"block, or write max_lockstep: 1 in chunkmbs_plan."
                 )
 
-    def _continue_chain(self, call: _Call, calls: list[BlockCall]) -> None:
+    def _cut_shared(self, call: _Call, calls: list[BlockCall]) -> None:
+        """Cut the graph before the block where an earlier call's run will go through the same part of it."""
+        for c in calls:
+            arguments = (c.args, c.kwargs)
+            nodes = {n for n in walk(_grad_tensors(arguments)) if not self.is_cut(n) and not hasattr(n, "variable")}
+            if not self._ahead.isdisjoint(nodes):
+                c.args, c.kwargs = map_tree(functools.partial(self._cut_entry, call, {}), arguments)
+            self._ahead |= nodes
+
+    def _cut_entry(self, call: _Call, done: dict[int, Tensor], value: Any, _path: str) -> Any:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return value
+        if id(value) not in done:
+            call.entries.append(_Exit(call, value))
+            done[id(value)] = _cut(value, call.entries[-1])
+        return done[id(value)]
+
+    def _continue_chain(self, call: _Call, calls: list[BlockCall]) -> bool:
         """Continue the graph of an earlier call if all that comes in was handed out by it, and is what it was then."""
         tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
         sources = [self._given[t] for t in tensors if t in self._given and self._given[t].version == t._version]
         if not sources or len(sources) < len(tensors):
-            return
+            return False
         earlier: _Call = sources[0].exit.call
         if earlier.chained is not None or any(s.exit.call is not earlier for s in sources):
-            return
+            return False
         earlier.chained = call
+        call.probes = [_Probe(t) for t in tensors]
         for c in calls:
             c.args, c.kwargs = map_tree(self._original, (c.args, c.kwargs))
+        return True
 
     def _original(self, value: Any, _path: str) -> Any:
         return self._given[value].output if isinstance(value, Tensor) and value.requires_grad else value
 
     def _hand_out(self, call: _Call, output: Any) -> Any:
-        start = torch.empty(0, requires_grad=True)
-
         def give(value: Any, _path: str) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
             exit_ = _Exit(call, value)
             call.exits.append(exit_)
-            handed = _HandOut.apply(start, value.detach(), exit_)
+            handed = _cut(value, exit_)
             self._given[handed] = _Given(exit_, value, handed._version)
             return handed
 
         return map_tree(give, output)
+
+
+def _cut(value: Tensor, exit_: _Exit) -> Tensor:
+    cut: Tensor = _HandOut.apply(torch.empty(0, requires_grad=True), value.detach(), exit_)
+    return cut
+
+
+def _refuse_changed(calls: list[_Call]) -> None:
+    for call in calls:
+        if any(probe.changed for probe in call.probes):
+            raise RuntimeError(
+                f"What {call.name} was called with has been modified by an inplace operation since, and its backward "
+                f"pass needs the former values. Write x = x + y in place of x += y where the block's input is changed."
+            )
+
+
+def _run(exits: list[_Exit], retain_graph: bool = False) -> int:
+    """Back-propagate what has reached ``exits`` and return the number of runs of autograd, one or none."""
+    roots = [e for e in exits if e.grad is not None]
+    if roots:
+        torch.autograd.backward([e.edge for e in roots], [e.grad for e in roots], retain_graph=retain_graph)
+    return len(roots[:1])
 
 
 def _grad_tensors(tree: Any) -> list[Tensor]:

@@ -47,7 +47,7 @@ def fsdp_module(module: nn.Module) -> FSDPModule:
 def fsdp_state(module: nn.Module) -> Any:
     """Return FSDP2's state of a sharded module."""
     state = fsdp_module(module)._get_fsdp_state()
-    for name in ("_pre_forward", "_post_forward", "_lazy_init", "_register_pre_backward_hook"):
+    for name in ("_pre_forward", "_post_forward", "_lazy_init", "_root_post_backward_final_callback"):
         if not hasattr(state, name):
             raise RuntimeError(
                 f"FSDP2's state has no {name} in torch {torch.__version__}, on which this package relies. It is "
@@ -144,6 +144,16 @@ def drop_unreduced(module: nn.Module) -> None:
     for param in gathered_params(module):
         param._unsharded_param.grad = None
         param.unsharded_accumulated_grad = None
+
+
+def has_gradient(param: Any) -> bool:
+    """Return whether one of FSDP2's parameters has a gradient that waits for reduction."""
+    return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+
+def finish_backward(root: nn.Module) -> None:
+    """Do what FSDP2 does at the end of a backward pass: reduce and reshard what has not been."""
+    fsdp_state(root)._root_post_backward_final_callback()
 
 
 def reset_pass(root: nn.Module) -> None:

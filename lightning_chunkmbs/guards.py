@@ -22,9 +22,12 @@ _COLLECTIVES = (
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "gather",
+    "gather_object",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
 )
 
 
@@ -34,6 +37,7 @@ class Guards:
     Args:
         current: returns the index of the step that runs now, or None outside steps.
         is_cut: tells whether a graph node belongs to a tensor that a block handed out, where the graph is cut.
+        is_needed: tells whether a graph node is needed after the backward pass of a step's tail.
         record_collectives: note the collectives that steps run.
 
     Attributes:
@@ -42,10 +46,16 @@ class Guards:
     """
 
     def __init__(
-        self, current: Callable[[], int | None], is_cut: Callable[[Node], bool], *, record_collectives: bool
+        self,
+        current: Callable[[], int | None],
+        is_cut: Callable[[Node], bool],
+        is_needed: Callable[[Node], bool],
+        *,
+        record_collectives: bool,
     ) -> None:
         self._current = current
         self._is_cut = is_cut
+        self._is_needed = is_needed
         self._record = record_collectives
         self.forks: dict[int, int] = {}
         self.collectives: list[tuple[int, str, tuple[int, ...]]] = []
@@ -55,10 +65,9 @@ class Guards:
         """Watch inside this context."""
         with ExitStack() as stack:
             stack.enter_context(_replaced(torch.random, "fork_rng", self._fork_rng(torch.random.fork_rng)))
-            for name in ("backward", "grad"):
-                stack.enter_context(
-                    _replaced(torch.autograd, name, self._autograd(name, getattr(torch.autograd, name)))
-                )
+            backward = self._retaining(self._autograd("backward", torch.autograd.backward))
+            stack.enter_context(_replaced(torch.autograd, "backward", backward))
+            stack.enter_context(_replaced(torch.autograd, "grad", self._autograd("grad", torch.autograd.grad)))
             for name in _COLLECTIVES if self._record else ():
                 stack.enter_context(_replaced(dist, name, self._collective(name, getattr(dist, name))))
             yield
@@ -92,11 +101,23 @@ class Guards:
 
         return wrapped
 
+    def _retaining(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Let a tail's backward pass retain a graph of which a block call's run will need a part."""
+
+        @functools.wraps(backward)
+        def wrapped(
+            tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *args: Any, **kwargs: Any
+        ) -> None:
+            needed = self._current() is None and any(self._is_needed(node) for node in walk(tensors))
+            backward(tensors, grad_tensors, True if needed else retain_graph, *args, **kwargs)
+
+        return wrapped
+
     def _collective(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             step = self._current()
-            if step is not None:
+            if step is not None and dist.get_world_size(kwargs.get("group")) > 1:
                 tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
                 self.collectives.append((step, name, () if tensor is None else tuple(tensor.shape)))
             return fn(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ from .step_attributes import StepAttributes
 from .step_state import ThreadState
 
 _NOTHING = 1 << 30
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _Request(NamedTuple):
@@ -97,7 +101,9 @@ class Lockstep:
         self._running: _Step | None = None
         self._ending = False
         self._calls = BlockCalls()
-        self._guards = Guards(lambda: self.current, self._calls.is_cut, record_collectives=record_collectives)
+        self._guards = Guards(
+            lambda: self.current, self._calls.is_cut, self._calls.goes_ahead, record_collectives=record_collectives
+        )
         self.runs = 0  # of autograd in the last backward
 
     @property
@@ -121,7 +127,7 @@ class Lockstep:
         """
         base = ThreadState.now()
         self._steps = [_Step(i, fn, base) for i, fn in enumerate(steps)]
-        with self._requests_come_here(), self._guards.installed():
+        with self._requests_come_here(), self._guards.installed(), self._attributes.watching():
             try:
                 for step in self._steps:
                     self._resume(step, finish)
@@ -187,7 +193,9 @@ class Lockstep:
         self._ending = True
         for step in self._steps:
             if step.greenlet and not step.greenlet.dead:
-                self._turn(step, step.greenlet.throw)
+                # What a step raises while it ends would hide why it had to end.
+                with suppress(BaseException):
+                    self._turn(step, step.greenlet.throw)
 
     @property
     def current(self) -> int | None:
@@ -201,7 +209,7 @@ class Lockstep:
         waiting = [(step, step.request) for step in self._steps if step.request is not None]
         proposal = min((2 * r.block + r.state.grad for _, r in waiting), default=_NOTHING)
         if self._agree is not None:
-            proposal = self._agree(proposal)
+            [proposal] = self._agree([proposal])
         if proposal == _NOTHING:
             return None
         block, grad = divmod(proposal, 2)
@@ -239,10 +247,15 @@ class Lockstep:
         self._turn(step, lambda: step.greenlet.throw(error))
         raise error
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """Return a context for back-propagating a tail after :meth:`forward`."""
+        return self._guards.installed()
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
         """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
         with self._sharded.root_held() as release:
-            self.runs = self._calls.backward(before_last=release)
-        self._sharded.reduce_root()
+            # Ranks that call different blocks may use different parameters outside them: these agree after all runs.
+            self.runs = self._calls.backward(before_last=release if self._agree is None else _do_nothing)
+        self._sharded.reduce_root(self._agree)

@@ -28,10 +28,12 @@ from .fsdp2 import (
     clear_shard_gradients,
     count_collectives,
     drop_unreduced,
+    finish_backward,
     follow_requires_grad,
     fsdp_module,
     fsdp_state,
     gathered_params,
+    has_gradient,
     is_unsharded,
     keep_casts,
     reset_pass,
@@ -39,18 +41,19 @@ from .fsdp2 import (
 )
 from .report import StepCounter
 
-# Agrees with the other ranks on a number: takes this rank's, returns the least of all.
-Agree = Callable[[int], int]
+# Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
+Agree = Callable[[list[int]], list[int]]
 
 
 def make_agree(mesh: DeviceMesh) -> Agree:
     """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
     group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
 
-    def agree(number: int) -> int:
-        value = torch.tensor(number)
-        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
-        return int(value)
+    def agree(numbers: list[int]) -> list[int]:
+        values = torch.tensor(numbers)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
+        least: list[int] = values.tolist()
+        return least
 
     return agree
 
@@ -93,9 +96,22 @@ def shard(
 def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
     state = fsdp_state(module)
-    (tensors,), _ = state._pre_forward(module, (tensors,), {})
-    follow_requires_grad(module)
-    return state._post_forward(module, (tensors,), body(tensors))
+    with _no_inference():
+        (tensors,), _ = state._pre_forward(module, (tensors,), {})
+        follow_requires_grad(module)
+    output = body(tensors)
+    with _no_inference():
+        return state._post_forward(module, (tensors,), output)
+
+
+@contextmanager
+def _no_inference() -> Iterator[None]:
+    """Leave inference mode: what FSDP2 gathers in it could not be used in training any more."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class ShardedModel:
@@ -225,12 +241,22 @@ class ShardedModel:
             fsdp_module(module).set_reshard_after_backward(not held, recurse=False)
         fsdp_module(self.root).set_is_last_backward(not held)
 
-    def reduce_root(self) -> None:
-        """Reduce the root and further groups if no run of autograd has done it, because no block was called."""
-        if any(is_unsharded(module) for module in self._kept):
-            start = torch.zeros((), device=next(self.root.parameters()).device, requires_grad=True) + 0
-            fsdp_state(self.root)._register_pre_backward_hook(start)
-            start.backward()
+    def reduce_root(self, agree: Agree | None = None) -> None:
+        """Reduce the root and further groups, unless the last run of autograd has done so.
+
+        Args:
+            agree: agrees with the other ranks; given, a parameter that only other ranks have a gradient for takes part
+                with zeros. (FSDP2 reduces parameters that have a gradient, and the ranks must reduce the same.)
+        """
+        groups = [module for module in self._kept if is_unsharded(module)]
+        if agree is not None:
+            params = [p for module in groups for p in gathered_params(module) if p.sharded_param.requires_grad]
+            missing = agree([int(not has_gradient(p)) for p in params])
+            for param, missed_by_all in zip(params, missing, strict=True):
+                if not missed_by_all and not has_gradient(param):
+                    param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+        if groups:
+            finish_backward(self.root)
 
     # -- calls outside a step ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,25 @@ class StepAttributes:
         self._own: dict[int, _Changes] = {}
         self._assigned: dict[tuple[int, str], dict[int, Any]] = {}
         self._before: list[dict[str, Any]] = []
+        self._index = {id(d): i for i, d in enumerate(self._dicts)}
+        self._touched: set[tuple[int, str]] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice inside also assignments of what was there already."""
+        original = nn.Module.__setattr__
+
+        def noticing(module: nn.Module, name: str, value: Any) -> None:
+            original(module, name, value)
+            i = self._index.get(id(vars(module)))
+            if self._touched is not None and i is not None and name in vars(module):
+                self._touched.add((i, name))
+
+        nn.Module.__setattr__ = noticing  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
     def enter(self, step: int) -> None:
         """Put the attributes of ``step`` in place; it runs now."""
@@ -48,11 +68,13 @@ class StepAttributes:
             else:
                 self._dicts[i][name] = value
         self._before = [dict(d) for d in self._dicts]
+        self._touched = set()
 
     def leave(self, step: int) -> None:
         """Note what ``step`` has assigned since :meth:`enter`; it pauses or has ended."""
+        touched, self._touched = self._touched or set(), None
         for i, (now, before) in enumerate(zip(self._dicts, self._before, strict=True)):
-            for name in _changed(now, before):
+            for name in {*_changed(now, before), *(n for j, n in touched if j == i)}:
                 value = now.get(name, _GONE)
                 if i >= self._kept:
                     self._assigned.setdefault((i, name), {})[step] = value

@@ -20,17 +20,26 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 _hooks: Any = torch._C._autograd
+# What `torch.nn.attention.sdpa_kernel` sets, for every device.
+_cuda = torch.backends.cuda
+_ATTENTION = (
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, autocast, default dtype and device, saved-tensor hooks and modes of the running thread."""
+    """Grad mode, autocast, attention kernels, default dtype and device, saved-tensor hooks and modes of the thread."""
 
     grad: bool
     dtype: torch.dtype
     device: torch.device | None
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    attention: tuple[bool, ...]
     saved_hooks: tuple[tuple[Any, Any], ...]
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
@@ -44,6 +53,7 @@ class ThreadState:
             device=_device.CURRENT_DEVICE,
             autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices()),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            attention=tuple(enabled() for enabled, _ in _ATTENTION),
             saved_hooks=_saved_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
@@ -57,12 +67,17 @@ class ThreadState:
         if self.dtype != now.dtype:
             torch.set_default_dtype(self.dtype)
         _device.CURRENT_DEVICE = self.device
+        if any(enabled for _, enabled, _ in (*self.autocast, *now.autocast)):
+            torch.clear_autocast_cache()
         if self.autocast != now.autocast:
             for device, enabled, dtype in self.autocast:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
         if self.autocast_cache != now.autocast_cache:
             torch.set_autocast_cache_enabled(self.autocast_cache)
+        if self.attention != now.attention:
+            for (_, enable), on in zip(_ATTENTION, self.attention, strict=True):
+                enable(on)
         _swap(now.saved_hooks, self.saved_hooks, _hooks._pop_saved_tensors_default_hooks, _push_saved_hooks)
         _swap(now.function_modes, self.function_modes, _pop_function_mode, _push_function_mode)
         _swap(now.dispatch_modes, self.dispatch_modes, _pop_dispatch_mode, _push_dispatch_mode)

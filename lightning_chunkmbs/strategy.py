@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -99,7 +100,6 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         self._window: Window | None = None
         self._window_outputs: list[dict[str, Any]] = []
         self._accumulating = False
-        self._first_step_checked = False
         self._step_report = StepReport()
 
     # -- what users call ---------------------------------------------------------------------------------------------
@@ -220,9 +220,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
                 return torch.full((), torch.nan, device=self.root_device)
             output = self._run_window(self._window, batches)
             self._window_outputs = self._window.outputs
-        if not self._first_step_checked:
-            self._ready_model.check_received()
-            self._first_step_checked = True
+        self._ready_model.check_received()
         return output
 
     def _single_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +237,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             batch = module.merge_micro_batches([b.args[0] for b in batches])
             merged = MicroBatch((batch, *batches[-1].args[1:]), batches[-1].kwargs)
             return window.run_alone(merged, self._single_step, stands_for=len(batches))
-        if len(batches) > 1:
+        if len(batches) > 1 or window.together:
             return window.run(batches)
         return window.run_alone(batches[0], self._single_step)
 
@@ -285,7 +283,8 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             self.pre_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, module)
             model.sharded.before_backward(loss)
-            plugin.backward(loss, module, optimizer, *args, **kwargs)
+            backward = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
+            backward() if self._window is None else self._window.backward(backward)
             self._average_replicated()
             model.sharded.after_backward()
             loss = plugin.post_backward(loss, module)
@@ -331,6 +330,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             self._window.clear()
         if self._applied is not None:
             self._applied.sharded.reset(failed=True)
+            self._applied.counter.take()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Forget a window that was not completed."""

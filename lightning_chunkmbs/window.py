@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -42,8 +42,8 @@ class Window:
 
     Attributes:
         outputs: for each micro-batch of the last window what ``on_train_batch_end`` gets for a batch.
-        state: ``"queued"`` after a micro-batch was put aside, ``"open"`` while block calls wait for
-            :meth:`backward`, else ``""``.
+        state: ``"queued"`` after a micro-batch was put aside, ``"open"`` while block calls whose tails are done wait
+            for :meth:`backward`, else ``""``.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, model: AppliedModel) -> None:
@@ -54,6 +54,7 @@ class Window:
         self._first = True
         self._complete = True
         self._lockstep: Lockstep | None = None
+        self._ran: list[MicroBatch] = []
         self._losses: list[Tensor] = []
         self.outputs: list[dict[str, Any]] = []
         self.state = ""
@@ -115,6 +116,22 @@ class Window:
         Returns:
             What the last ``training_step`` returned, its loss detached.
         """
+        self._ran = batches
+        with self._kept_on_error():
+            return self._run(batches)
+
+    @contextmanager
+    def _kept_on_error(self) -> Iterator[None]:
+        """When a window fails, put its micro-batches back but the last, which comes again with another try."""
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            self.outputs = []
+            self._queue = self._ran[:-1]
+            raise
+
+    def _run(self, batches: list[MicroBatch]) -> Any:
         self._losses = []
         last: list[Any] = []
         outside = ThreadState.now()
@@ -123,17 +140,21 @@ class Window:
             inside = ThreadState.now()
             outside.apply(inside)
             self._on_turn(batches, i)
-            last[:] = [self._back_propagate_tail(output)]
+            # A window of one may have gradients only after its `zero_grad`, so its tail waits for `backward` too.
+            last[:] = [self._back_propagate_tail(output) if len(batches) > 1 else self._note(output)]
             inside.apply()
 
         steps = [functools.partial(self._module.training_step, *b.args, **b.kwargs) for b in batches]
         self._lockstep = lockstep = self._new_lockstep(batches)
         plugin = self._trainer.precision_plugin
         with plugin.train_step_context(), self._named_profiling(lockstep):
-            self._model.sharded.call(lockstep.forward, steps, finish, backward_follows=True)
-        if self._first:
-            self._check_first(lockstep)
-        self.state = "open"
+            try:
+                self._model.sharded.call(lockstep.forward, steps, finish, backward_follows=True)
+            except Exception as error:
+                self._refuse_mixed(error)  # a step that read another's value may well have failed by it
+                raise
+        self._check_first(lockstep)
+        self.state = "open" if len(batches) > 1 else ""
         if last[0] is None:  # without a loss Lightning calls no backward, and other steps have theirs
             self.backward()
             self.after_backward()
@@ -147,8 +168,12 @@ class Window:
             output = {**output, "loss": output["loss"] * stands_for}
         elif stands_for > 1 and isinstance(output, Tensor):
             output = output * stands_for
-        n = self._trainer.accumulate_grad_batches
-        self.outputs.append(_outputs(ClosureResult.from_training_step_output(output, n)))
+        return self._note(output)
+
+    def _note(self, output: Any) -> Any:
+        """Add what a step returned to the window's outputs and return it."""
+        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
+        self.outputs.append(_outputs(result))
         return output
 
     def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
@@ -187,11 +212,20 @@ class Window:
             return {**output, "loss": output["loss"].detach()}
         return output.detach()
 
-    def backward(self) -> None:
-        """Back-propagate the block calls; afterwards the gradients are complete."""
+    @property
+    def together(self) -> bool:
+        """Whether ranks may call different blocks, so that even a window of one runs with the other ranks."""
+        return self._model.agree is not None
+
+    def backward(self, tail: Callable[[], None] | None = None) -> None:
+        """Back-propagate ``tail`` if it has not been, then the block calls; afterwards the gradients are complete."""
         lockstep, self._lockstep, self.state = self._lockstep, None, ""
+        if tail is not None:
+            with nullcontext() if lockstep is None else lockstep.guarded():
+                tail()
         if lockstep is not None:
-            lockstep.backward()
+            with self._kept_on_error():
+                lockstep.backward()
 
     def after_backward(self) -> None:
         """Call the hooks that follow backward, once for each micro-batch, now that gradients are complete."""
@@ -232,15 +266,20 @@ class Window:
         further = {name: module.get_submodule(name) for name in named}
         return StepAttributes({**near, **further}, only=named, outside=outside)
 
-    def _check_first(self, lockstep: Lockstep) -> None:
-        self._first = False
+    def _refuse_mixed(self, cause: Exception | None = None) -> None:
         mixed = self._attributes.mixed()
         if mixed:
             raise RuntimeError(
                 f"In lockstep a step keeps attributes that it assigns on the LightningModule and its direct children. "
                 f"Several steps assigned others, each its own value: {', '.join(mixed)}. Write lockstep_attributes: "
                 f"{mixed} in chunkmbs_plan, or max_lockstep: 1."
-            )
+            ) from cause
+
+    def _check_first(self, lockstep: Lockstep) -> None:
+        if not self._first:
+            return
+        self._first = False
+        self._refuse_mixed()
         mesh = self._model.mesh
         if mesh.size() > 1:
             own = [(step, name) for step, name, _ in lockstep.collectives]
