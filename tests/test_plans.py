@@ -329,8 +329,6 @@ def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None
 @pytest.mark.parametrize(
     ("cls", "key"),
     [
-        (ChunkMBSPlan, "max_lockstep"),
-        (ChunkMBSPlan, "lockstep_attributes"),
         (ChunkMBSPlan, "packed_kwarg_names"),
         (ChunkMBSPlan, "chunk_tokens"),
         (RecomputePlan, "save_ops"),
