@@ -11,15 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
+from .block_buffers import BlockBuffers
 from .checks import check_structure
 from .fsdp2 import initialize
+from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize
 from .offload import ActivationStore
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
-from .sharding import Agree, ShardedModel, gather_around, make_agree, shard
+from .sharding import ShardedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ class AppliedModel:
             counter=self.counter,
             notices=self._notices,
             gather=gather_around,
+            buffers=BlockBuffers(block),
         )
         make_chunked(block, settings)
 

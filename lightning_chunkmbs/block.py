@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache, join_outputs
+from .block_buffers import BlockBuffers
 from .offload import ActivationStore
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
+from .trees import tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
 
@@ -75,6 +77,7 @@ class BlockSettings:
         gather: runs a function over the chunks' tensors with the block's parameters gathered.
         dispatch: runs a micro-batch's call of the block; in lockstep it waits for the other micro-batches.
         received: declared keywords that some call of this block was given.
+        buffers: the block's buffers.
     """
 
     name: str
@@ -87,6 +90,7 @@ class BlockSettings:
     gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
     dispatch: Callable[[nn.Module, BlockCall], Any] = lambda block, call: run_block(block, [call])[0]
     received: set[str] = field(default_factory=set)
+    buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
 
 
 class ChunkedBlock:
@@ -173,6 +177,11 @@ def _join(settings: BlockSettings, cut: CutCall, results: list[tuple[Any, Record
     """Join what the chunks of one micro-batch returned, and what was recorded inside them."""
     dim = settings.rule.batch_dim if settings.rule else 0
     output = join_outputs(settings.name, [output for output, _ in results], cut.sizes, dim)
+    if torch.is_grad_enabled() and not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(output)):
+        raise TypeError(
+            f"{settings.name}: a block returns what it computes, and this one returned no tensor. What it writes into "
+            f"an argument or attribute is lost when it is recomputed; return it, or take the block out of the plans."
+        )
     recorded = [recorded for _, recorded in results]
     # What is recorded has the samples first, be it one row for each ([batch, ...]) or many ([tokens, experts]).
     joined = {key: [torch.cat(parts) for parts in zip(*(r[key] for r in recorded), strict=True)] for key in recorded[0]}
@@ -221,7 +230,7 @@ def _run_chunks(
 
 def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
     values = cut.chunk(i)
-    run = _Run(settings.forward, cut.template)
+    run = _Run(settings, cut.template)
     if not torch.is_grad_enabled():
         return run(*values)
     # Casts cached by autocast would add up the chunks' gradients in the lower precision.
@@ -252,30 +261,52 @@ class _Run:
     random numbers; contextvars and the default dtype are brought back here.
     """
 
-    def __init__(self, forward: Callable[..., Any], template: Template) -> None:
-        self.forward = forward
+    def __init__(self, settings: BlockSettings, template: Template) -> None:
+        self.settings = settings
         self.template = template
+        self.written: list[str] = []
+        self.training = settings.buffers.block.training
         self.context: contextvars.Context | None = None
         self.dtype = torch.get_default_dtype()
 
     def __call__(self, *values: Tensor) -> Any:
         if self.context is None:
             self.context = contextvars.copy_context()
-            return self._run(values)
+            marks = self.settings.buffers.marks()
+            output = self._run(values)
+            self.written = self.settings.buffers.written(marks)
+            if self.written and torch.is_grad_enabled():
+                _warn_written(self.settings, self.written)
+            return output
         # What is recorded again is dropped: the model has used what it recorded in its first run.
         return self.context.copy().run(taking_off, functools.partial(self._rerun, values))[0]
 
     def _run(self, values: Sequence[Tensor]) -> Any:
         args, kwargs = fill(self.template, values)
-        return self.forward(*args, **kwargs)
+        return self.settings.forward(*args, **kwargs)
 
     def _rerun(self, values: Sequence[Tensor]) -> Any:
         now = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
+        block = self.settings.buffers.block
+        training = block.training
         try:
-            return self._run(values)
+            if training != self.training:  # a step may toggle eval() and train() around its passes
+                block.train(self.training)
+            with self.settings.buffers.kept(self.written):
+                return self._run(values)
         finally:
             torch.set_default_dtype(now)
+            if training != self.training:
+                block.train(training)
+
+
+def _warn_written(settings: BlockSettings, names: list[str]) -> None:
+    settings.notices.warn(
+        "buffers",
+        f"{settings.name} writes its buffers {', '.join(names)} while it runs: once for each chunk, where a whole "
+        f"batch would write once (batch statistics are then those of a chunk). Recomputation leaves them alone.",
+    )
 
 
 def _warn_own_checkpointing(settings: BlockSettings) -> None:

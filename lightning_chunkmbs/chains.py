@@ -198,6 +198,8 @@ class BlockCalls:
         earlier: _Call = sources[0].exit.call
         if earlier.chained is not None or any(s.exit.call is not earlier for s in sources):
             return False
+        if any(t._backward_hooks or t.retains_grad for t in tensors):
+            return False  # these belong to what was handed out, which a chain would leave out
         earlier.chained = call
         call.probes = [_Probe(t) for t in tensors]
         for c in calls:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import distribute_tensor
 
 from .report import StepCounter
 
@@ -137,6 +138,27 @@ def clear_shard_gradients(module: nn.Module, set_to_none: bool) -> None:
                 param.sharded_param.grad = None
             elif param.sharded_param.grad is not None:
                 param.sharded_param.grad.zero_()
+
+
+def versions(module: nn.Module) -> list[int]:
+    """Return a mark for each gathered parameter of a module, for :func:`write_back`."""
+    return [param._unsharded_param._version for param in gathered_params(module)]
+
+
+@torch.no_grad()
+def write_back(module: nn.Module, before: list[int]) -> None:
+    """Bring to the shards what was written to gathered parameters in place since ``before``."""
+    for param, version in zip(gathered_params(module), before, strict=True):
+        if param._unsharded_param._version != version:
+            shard = param.sharded_param
+            whole = param._unsharded_param.to(shard.dtype)
+            # Every rank holds the whole, so it takes its part without communication.
+            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None))
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass now: what is called then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def drop_unreduced(module: nn.Module) -> None:

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
+# FSDP2's node over the inputs of a block call.
+_BLOCK_NODE = "RegisterPostBackwardFunctionBackward"
+
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -94,8 +97,8 @@ class Guards:
             if self._current() is not None and any(self._is_cut(node) for node in walk(tensors)):
                 raise RuntimeError(
                     f"In lockstep the graph is cut at every block, and torch.autograd.{name} was called inside a "
-                    f"training_step through a block. Write max_lockstep: 1 in chunkmbs_plan, or return what is to be "
-                    f"differentiated as part of the loss."
+                    f"training_step through a block. Write max_lockstep: 1 in chunkmbs_plan, or make what is to be "
+                    f"differentiated part of the loss."
                 )
             return fn(tensors, *args, **kwargs)
 
@@ -123,6 +126,33 @@ class Guards:
             return fn(*args, **kwargs)
 
         return wrapped
+
+
+@contextmanager
+def single_step(gather_again: Callable[[], None]) -> Iterator[None]:
+    """Let a step that runs alone call ``torch.autograd.grad`` through blocks.
+
+    Args:
+        gather_again: gathers what FSDP2 reshards at the end of every backward pass.
+    """
+    grad = torch.autograd.grad
+
+    @functools.wraps(grad)
+    def wrapped(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Positions: inputs, grad_outputs, retain_graph, create_graph.
+        create_graph = kwargs.get("create_graph") or (len(args) > 3 and args[3])
+        if create_graph and any(node.name() == _BLOCK_NODE for node in walk(outputs)):
+            raise RuntimeError(
+                "A block is recomputed in backward, and gradients of gradients (create_graph=True) through it would "
+                "need its parameters after they are freed. Compute this loss with Lightning's ModelParallelStrategy, "
+                "or on a path without blocks."
+            )
+        result = grad(outputs, *args, **kwargs)
+        gather_again()
+        return result
+
+    with _replaced(torch.autograd, "grad", wrapped):
+        yield
 
 
 def walk(tensors: Any) -> Iterator[Node]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ from torch import nn
 
 from .block import BlockCall, block_settings, run_block, run_idle_block
 from .chains import BlockCalls
+from .groups import Agree
 from .guards import Guards
-from .sharding import Agree, ShardedModel
+from .sharding import ShardedModel
 from .step_attributes import StepAttributes
 from .step_state import ThreadState
 
@@ -54,20 +56,21 @@ class _Step:
         self.state = state
         self.request: _Request | None = None
 
-    def take_call(self) -> BlockCall:
+    def take_call(self, modes_of: Callable[[int], AbstractContextManager[None]]) -> BlockCall:
         """Return the call that waits, to be run in the step's state; the step keeps no hold of its arguments."""
         request, self.request = self.request, None
         if request is None:
             raise AssertionError("a step that is to run a block waits for it")
-        return BlockCall(request.call.args, request.call.kwargs, self.run)
+        return BlockCall(request.call.args, request.call.kwargs, partial(self.run, modes_of))
 
-    def run(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn`` in the paused step's state and contextvars."""
+    def run(self, modes_of: Callable[[int], AbstractContextManager[None]], fn: Callable[[], Any]) -> Any:
+        """Run ``fn`` in the paused step's state, contextvars and modes of modules."""
         before = ThreadState.now()
         self.state.apply(before)
         context = self.greenlet.gr_context
         try:
-            return fn() if context is None else context.run(fn)
+            with modes_of(self.index):
+                return fn() if context is None else context.run(fn)
         finally:
             before.apply()
 
@@ -185,7 +188,7 @@ class Lockstep:
         finally:
             step.state = ThreadState.now()
             self._running = None
-            self._attributes.leave(step.index)
+            self._attributes.leave(step.index, ended=step.greenlet.dead)
             base.apply(step.state)
 
     def _end_steps(self) -> None:
@@ -230,7 +233,7 @@ class Lockstep:
             self._resume(step, finish, value)
 
     def _run_block(self, block: nn.Module, steps: list[_Step], grad: bool) -> list[Any]:
-        calls = [s.take_call() for s in steps]
+        calls = [s.take_call(self._attributes.modes_of) for s in steps]
         if not grad:
             return run_block(block, calls)
         name = block_settings(block).name

@@ -1,4 +1,4 @@
-"""FSDP2 groups of a model, and the calls that run with its root group gathered.
+"""The calls of a model that run with its root group gathered.
 
 [Note: hooks taken off]
 FSDP2 gathers and reduces in forward hooks. For blocks, the root and every further group outside blocks these hooks are
@@ -18,11 +18,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from .fsdp2 import (
     clear_shard_gradients,
@@ -34,84 +31,16 @@ from .fsdp2 import (
     fsdp_state,
     gathered_params,
     has_gradient,
+    in_backward,
     is_unsharded,
     keep_casts,
     reset_pass,
     take_hooks_off,
+    versions,
+    write_back,
 )
+from .groups import Agree
 from .report import StepCounter
-
-# Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
-Agree = Callable[[list[int]], list[int]]
-
-
-def make_agree(mesh: DeviceMesh) -> Agree:
-    """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
-    group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
-
-    def agree(numbers: list[int]) -> list[int]:
-        values = torch.tensor(numbers)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-        least: list[int] = values.tolist()
-        return least
-
-    return agree
-
-
-def shard(
-    root: nn.Module,
-    blocks: Sequence[nn.Module],
-    further: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: bool,
-    forward_prefetch: int,
-) -> None:
-    """Put each block, each further module and what is left of ``root`` into an FSDP2 group of its own.
-
-    Modules that are sharded already keep their group. 0-dim parameters stay whole (FSDP2 refuses them).
-
-    Args:
-        root: the LightningModule.
-        blocks: blocks, in the order in which they run.
-        further: modules outside the blocks, inner ones before outer ones.
-        mesh: 1-dimensional data-parallel mesh.
-        reshard_after_forward: whether blocks are gathered again for backward.
-        forward_prefetch: how many of the next blocks are gathered while one runs.
-    """
-    whole = {p for p in root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
-    for module in blocks:
-        if not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
-    for module in (*further, root):
-        if not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
-    if forward_prefetch:
-        for i, module in enumerate(blocks):
-            fsdp_module(module).set_modules_to_forward_prefetch(
-                [fsdp_module(m) for m in blocks[i + 1 : i + 1 + forward_prefetch]]
-            )
-
-
-def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
-    """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
-    state = fsdp_state(module)
-    with _no_inference():
-        (tensors,), _ = state._pre_forward(module, (tensors,), {})
-        follow_requires_grad(module)
-    output = body(tensors)
-    with _no_inference():
-        return state._post_forward(module, (tensors,), output)
-
-
-@contextmanager
-def _no_inference() -> Iterator[None]:
-    """Leave inference mode: what FSDP2 gathers in it could not be used in training any more."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class ShardedModel:
@@ -130,6 +59,8 @@ class ShardedModel:
         self.further = [m for m in root.modules() if isinstance(m, FSDPModule) and m not in inside and m is not root]
         self._counter = counter
         self._inside = False
+        self._marks: list[list[int]] = []
+        self._scattered = False  # a backward pass or optimizer step inside a step has resharded
         self._lost = False  # an exception inside a step has resharded what the rest of the step needs
         self._opened: list[bool] = []
         self._outside = ExitStack()
@@ -143,6 +74,9 @@ class ShardedModel:
             if module not in inside and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(self._before_call, prepend=True)
                 module.register_forward_hook(self._after_call, always_call=True)
+        for module in root.modules():
+            if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._before_own_call, prepend=True)
 
     def _zero_grad(self, zero_grad: Callable[[bool], None], set_to_none: bool = True) -> None:
         """The root's ``zero_grad``: inside a step gathered parameters are registered, and the shards have gradients."""
@@ -167,7 +101,7 @@ class ShardedModel:
             return self._leave(output, keep=backward_follows and torch.is_grad_enabled())
 
     def _enter(self) -> None:
-        self._lost = False
+        self._lost = self._scattered = False
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         self._reshard()
         fsdp_state(self.root)._pre_forward(self.root, (), {})
@@ -176,14 +110,23 @@ class ShardedModel:
         for kept in self._kept:
             follow_requires_grad(kept)
         self._trained = [p for m in self._kept for p in gathered_params(m) if p.sharded_param.requires_grad]
+        self._marks = [versions(m) for m in self._kept]
         self._inside = True
 
     def _leave(self, output: Any, *, keep: bool) -> Any:
         self._inside = False
+        self._write_back()
         output = fsdp_state(self.root)._post_forward(self.root, (), output)
         if not keep:
             self.reset()
         return output
+
+    def _write_back(self) -> None:
+        """Keep what a step has written to parameters in place: it wrote to gathered copies."""
+        for module, before in zip(self._kept, self._marks, strict=True):
+            if is_unsharded(module):
+                write_back(module, before)
+        self._marks = [versions(m) for m in self._kept]
 
     @property
     def _kept(self) -> tuple[nn.Module, ...]:
@@ -202,22 +145,31 @@ class ShardedModel:
         FSDP2 learns of a backward pass from hooks on what a step returns; here the step has not returned yet.
         """
         if self._inside:
+            self._write_back()
             for module in self._kept:
                 follow_requires_grad(module)
             fsdp_state(self.root)._register_pre_backward_hook(loss)
 
     def after_backward(self) -> None:
-        """Gather again what a backward pass inside a step has resharded."""
-        if self._inside:
-            self._gather()
+        """Note that a backward pass inside a step has resharded; the next call of a module gathers again.
+
+        Until then the shards are registered, whose gradients a step may look at, clip or clear.
+        """
+        self._scattered = self._inside
 
     def after_optimizer_step(self) -> None:
-        """Gather the new parameters when the optimizer stepped inside a step."""
+        """Reshard when the optimizer stepped inside a step, since the gathered parameters are the old ones."""
         if self._inside:
             self._reshard()
+            self._scattered = True
+
+    def gather_again(self) -> None:
+        """Gather what autograd has resharded inside a step."""
+        if self._inside and not all(is_unsharded(module) for module in self._kept if gathered_params(module)):
             self._gather()
 
     def _gather(self) -> None:
+        self._scattered = False
         for module in self._kept:
             fsdp_module(module).unshard()
         # What is toggled off now may be on again when the step goes on; `before_backward` looks at the shards.
@@ -273,6 +225,9 @@ class ShardedModel:
 
     def _before_call(self, _module: nn.Module, _args: Any) -> None:
         """Forward pre-hook of the root and its children: gather around a call made outside a step."""
+        if in_backward():
+            self._opened.append(False)  # recomputation in a checkpoint of the user's, with parameters as they are
+            return
         if self._lost:
             self._enter()
         opens = not self._inside
@@ -280,6 +235,11 @@ class ShardedModel:
             self._outside.enter_context(self._counter.paused())
             self._enter()
         self._opened.append(opens)
+
+    def _before_own_call(self, _module: nn.Module, _args: Any) -> None:
+        """Forward pre-hook of modules with parameters outside blocks."""
+        if self._scattered and self._inside and not in_backward():
+            self._gather()
 
     def _after_call(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._opened and self._opened.pop():

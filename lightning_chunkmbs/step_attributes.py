@@ -10,6 +10,7 @@ from torch import nn
 
 _GONE = object()
 _Changes = dict[tuple[int, str], Any]  # (index of the watched module, attribute) -> value, or _GONE
+_INTERNAL = frozenset(vars(nn.Module()))  # torch's own dicts of parameters, hooks and so on
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -18,7 +19,8 @@ class StepAttributes:
 
     What a step has assigned is put back before it goes on. An attribute that it has not assigned keeps the latest value
     that any step gave it, as if the steps had run one after the other. Attributes are what sits in a module's
-    ``__dict__``; parameters, buffers and submodules do not.
+    ``__dict__``, its buffers, and the entries of its dicts; lists to which steps only append are shared. Of every
+    module, also of those not watched, each step has its own ``training`` flag.
 
     Args:
         modules: modules whose attributes are watched, by name.
@@ -32,23 +34,37 @@ class StepAttributes:
         only: Mapping[str, Iterable[str]] | None = None,
         outside: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        outside = outside or {}
-        self._names = [*modules, *outside]
-        self._dicts = [vars(m) for m in (*modules.values(), *outside.values())]
-        self._kept = len(modules)
-        self._only = {i: set((only or {})[name]) for i, name in enumerate(self._names) if name in (only or {})}
+        only, outside = only or {}, outside or {}
+        whole = [m for name, m in modules.items() if name not in only]
+        held = [value for m in whole for name, value in vars(m).items() if name not in _INTERNAL]
+        inner = [m._buffers for m in whole] + [value for value in held if isinstance(value, dict)]
+        self._lists = [value for value in held if isinstance(value, list)]
+        self._names = [*modules, *("" for _ in inner), *outside]
+        self._dicts: list[dict[Any, Any]] = [vars(m) for m in modules.values()]
+        self._dicts += [*inner, *(vars(m) for m in outside.values())]
+        self._kept = len(modules) + len(inner)
+        self._only = {i: set(only[name]) for i, name in enumerate(self._names) if name in only}
         self._own: dict[int, _Changes] = {}
+        self._own_lists: dict[int, dict[int, list[Any]]] = {}
+        self._rewritten: set[int] = set()  # lists that some step has not only appended to
         self._assigned: dict[tuple[int, str], dict[int, Any]] = {}
         self._before: list[dict[str, Any]] = []
+        self._lists_before: list[list[Any]] = []
         self._index = {id(d): i for i, d in enumerate(self._dicts)}
         self._touched: set[tuple[int, str]] | None = None
+        self._modes: dict[nn.Module, bool] = {}  # as they are for a step that has not set its own
+        self._own_modes: dict[int, dict[nn.Module, bool]] = {}
+        self._running: int | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice inside also assignments of what was there already."""
+        """Notice inside also assignments of what was there already, and of ``training`` on any module."""
         original = nn.Module.__setattr__
 
         def noticing(module: nn.Module, name: str, value: Any) -> None:
+            if name == "training" and self._running is not None:
+                self._modes.setdefault(module, module.training)
+                self._own_modes.setdefault(self._running, {})[module] = value
             original(module, name, value)
             i = self._index.get(id(vars(module)))
             if self._touched is not None and i is not None and name in vars(module):
@@ -67,19 +83,56 @@ class StepAttributes:
                 self._dicts[i].pop(name, None)
             else:
                 self._dicts[i][name] = value
+        for k, values in self._own_lists.setdefault(step, {}).items():
+            if k in self._rewritten:
+                self._lists[k][:] = values
+        self._set_modes(self._own_modes.get(step, {}))
         self._before = [dict(d) for d in self._dicts]
-        self._touched = set()
+        self._lists_before = [list(values) for values in self._lists]
+        self._touched, self._running = set(), step
 
-    def leave(self, step: int) -> None:
+    def leave(self, step: int, *, ended: bool = False) -> None:
         """Note what ``step`` has assigned since :meth:`enter`; it pauses or has ended."""
-        touched, self._touched = self._touched or set(), None
+        touched, self._touched, self._running = self._touched or set(), None, None
         for i, (now, before) in enumerate(zip(self._dicts, self._before, strict=True)):
-            for name in {*_changed(now, before), *(n for j, n in touched if j == i)}:
+            for name in {*_changed(now, before), *(n for j, n in touched if j == i)} - {"training"}:
                 value = now.get(name, _GONE)
                 if i >= self._kept:
                     self._assigned.setdefault((i, name), {})[step] = value
                 elif name in self._only.get(i, {name}):
                     self._own[step][i, name] = value
+        for k, (values, earlier) in enumerate(zip(self._lists, self._lists_before, strict=True)):
+            kept = all(a is b for a, b in zip(values, earlier, strict=False))
+            if not kept or len(values) != len(earlier):
+                self._own_lists[step][k] = list(values)
+            if not kept or len(values) < len(earlier):
+                self._rewritten.add(k)
+        self._leave_modes(step, ended)
+        self._before, self._lists_before = [], []
+        if ended:  # what it assigned stays on the modules, as it would have, and is not kept alive here
+            self._own.pop(step)
+            self._own_lists.pop(step)
+
+    @contextmanager
+    def modes_of(self, step: int) -> Iterator[None]:
+        """Have every module in the mode that the paused ``step`` has put it in."""
+        own = self._own_modes.get(step, {})
+        self._set_modes(own)
+        try:
+            yield
+        finally:
+            self._set_modes({module: self._modes[module] for module in own})
+
+    def _leave_modes(self, step: int, ended: bool) -> None:
+        own = self._own_modes.get(step, {})
+        if ended:
+            self._modes.update(self._own_modes.pop(step, {}))
+        self._set_modes({module: self._modes[module] for module in own})
+
+    @staticmethod
+    def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+        for module, training in modes.items():
+            vars(module)["training"] = training
 
     def mixed(self) -> list[str]:
         """Return names of attributes outside the watched modules to which several steps assigned different values."""
@@ -100,3 +153,23 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 def _all_alike(values: list[Any]) -> bool:
     first = values[0]
     return all(v is first or (isinstance(v, _PLAIN) and type(v) is type(first) and v == first) for v in values)
+
+
+def named_attributes(module: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """Return the attributes named in ``lockstep_attributes`` by the name of their module.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    found: dict[str, list[str]] = {}
+    modules = dict(module.named_modules())
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        if not owner or owner not in modules:
+            raise ValueError(
+                f"lockstep_attributes names an attribute of a module below the LightningModule, for example "
+                f"'model.encoder.cache'; '{name}' names none. Attributes of the LightningModule itself and of its "
+                f"direct children need not be named."
+            )
+        found.setdefault(owner, []).append(attribute)
+    return found

@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel, Plans
+from .guards import single_step
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
 from .precision import precision_plugin_for
@@ -144,7 +145,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     @property
     def window_outputs(self) -> list[dict[str, Any]]:
         """For each micro-batch of the last window what ``on_train_batch_end`` gets for it with stock accumulation."""
-        return self._window_outputs
+        return self._window_outputs if self._window is None else self._window.outputs
 
     # -- setup -------------------------------------------------------------------------------------------------------
 
@@ -219,16 +220,14 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             if not batches:
                 return torch.full((), torch.nan, device=self.root_device)
             output = self._run_window(self._window, batches)
-            self._window_outputs = self._window.outputs
         self._ready_model.check_received()
         return output
 
     def _single_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        with self.precision_plugin.train_step_context():
-            return self._ready_model.sharded.call(
-                module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization
-            )
+        module, sharded = self._module, self._ready_model.sharded
+        with self.precision_plugin.train_step_context(), single_step(sharded.gather_again):
+            follows = module.automatic_optimization
+            return sharded.call(module.training_step, *args, **kwargs, backward_follows=follows)
 
     def _run_window(self, window: Window, batches: list[MicroBatch]) -> Any:
         module: Any = self._module
@@ -340,7 +339,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Forget what waits and end the run."""
-        self._window = None
+        self._window_outputs, self._window = self.window_outputs, None
         super().teardown()
 
 

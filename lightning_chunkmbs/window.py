@@ -21,8 +21,9 @@ from torchmetrics import Metric, MetricCollection
 
 from .apply import AppliedModel
 from .lockstep import Lockstep
-from .step_attributes import StepAttributes
+from .step_attributes import StepAttributes, named_attributes
 from .step_state import ThreadState
+from .trees import map_tree
 
 
 class MicroBatch(NamedTuple):
@@ -258,7 +259,7 @@ class Window:
         near = {type(module).__name__: module, **dict(module.named_children())}
         inside = {m for root in (*self._model.blocks.values(), *_metrics(module)) for m in root.modules()}
         near = {name: m for name, m in near.items() if m not in inside}
-        named = _named_attributes(module, self._model.lockstep_attributes)
+        named = named_attributes(module, self._model.lockstep_attributes)
         outside = {}
         if self._first:
             known = inside | set(near.values())
@@ -290,7 +291,8 @@ class Window:
 
 def _outputs(result: ClosureResult) -> dict[str, Any]:
     """What Lightning hands to ``on_train_batch_end``: nothing for a skipped step."""
-    return {} if result.loss is None else result.asdict()
+    outputs = {} if result.loss is None else result.asdict()
+    return map_tree(lambda leaf, _: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 def _refuse_mismatch(everyone: list[list[tuple[int, str]]]) -> None:
@@ -307,26 +309,6 @@ def _refuse_mismatch(everyone: list[list[tuple[int, str]]]) -> None:
 
 def _metrics(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
-
-
-def _named_attributes(module: nn.Module, names: list[str]) -> dict[str, list[str]]:
-    """Return the attributes named in ``lockstep_attributes`` by the name of their module.
-
-    Raises:
-        ValueError: there is no such module.
-    """
-    found: dict[str, list[str]] = {}
-    modules = dict(module.named_modules())
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        if not owner or owner not in modules:
-            raise ValueError(
-                f"lockstep_attributes names an attribute of a module below the LightningModule, for example "
-                f"'model.encoder.cache'; '{name}' names none. Attributes of the LightningModule itself and of its "
-                f"direct children need not be named."
-            )
-        found.setdefault(owner, []).append(attribute)
-    return found
 
 
 def refuse_windows(trainer: Any, module: pl.LightningModule) -> None:

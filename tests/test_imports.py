@@ -21,13 +21,14 @@ ROWS = [
     {"chains"},
     {"guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated"},
+    {"groups"},
     {"fsdp2"},
     {"block"},
     {"chunked_tensor"},
     {"offload"},
     {"streams"},
     {"arguments"},
-    {"patterns", "plans", "recorders", "report", "trees"},
+    {"block_buffers", "patterns", "plans", "recorders", "report", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

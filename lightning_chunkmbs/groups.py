@@ -1,0 +1,88 @@
+"""FSDP2 groups: which parameters are gathered and reduced together, and one call of a block for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .fsdp2 import follow_requires_grad, fsdp_module, fsdp_state
+
+# Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
+Agree = Callable[[list[int]], list[int]]
+
+
+def make_agree(mesh: DeviceMesh) -> Agree:
+    """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
+    group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
+
+    def agree(numbers: list[int]) -> list[int]:
+        values = torch.tensor(numbers)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
+        least: list[int] = values.tolist()
+        return least
+
+    return agree
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    further: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    forward_prefetch: int,
+) -> None:
+    """Put each block, each further module and what is left of ``root`` into an FSDP2 group of its own.
+
+    Modules that are sharded already keep their group. 0-dim parameters stay whole (FSDP2 refuses them).
+
+    Args:
+        root: the LightningModule.
+        blocks: blocks, in the order in which they run.
+        further: modules outside the blocks, inner ones before outer ones.
+        mesh: 1-dimensional data-parallel mesh.
+        reshard_after_forward: whether blocks are gathered again for backward.
+        forward_prefetch: how many of the next blocks are gathered while one runs.
+    """
+    whole = {p for p in root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
+    for module in blocks:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+    for module in (*further, root):
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+    if forward_prefetch:
+        for i, module in enumerate(blocks):
+            fsdp_module(module).set_modules_to_forward_prefetch(
+                [fsdp_module(m) for m in blocks[i + 1 : i + 1 + forward_prefetch]]
+            )
+
+
+def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+    """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
+    state = fsdp_state(module)
+    with _no_inference():
+        (tensors,), _ = state._pre_forward(module, (tensors,), {})
+        follow_requires_grad(module)
+    output = body(tensors)
+    with _no_inference():
+        return state._post_forward(module, (tensors,), output)
+
+
+@contextmanager
+def _no_inference() -> Iterator[None]:
+    """Leave inference mode: what FSDP2 gathers in it could not be used in training any more."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
