@@ -19,8 +19,9 @@ class StepAttributes:
 
     What a step has assigned is put back before it goes on. An attribute that it has not assigned keeps the latest value
     that any step gave it, as if the steps had run one after the other. Attributes are what sits in a module's
-    ``__dict__``, its buffers, and the entries of its dicts; lists to which steps only append are shared. Of every
-    module, also of those not watched, each step has its own ``training`` flag.
+    ``__dict__``, its buffers, and the entries of its dicts. Of a list a step sees what was in it when it began and what
+    it does to it; what steps append is in the list in their order when they have ended. Of every module, also of those
+    not watched, each step has its own ``training`` flag.
 
     Args:
         modules: modules whose attributes are watched, by name.
@@ -45,11 +46,9 @@ class StepAttributes:
         self._kept = len(modules) + len(inner)
         self._only = {i: set(only[name]) for i, name in enumerate(self._names) if name in only}
         self._own: dict[int, _Changes] = {}
-        self._own_lists: dict[int, dict[int, list[Any]]] = {}
-        self._rewritten: set[int] = set()  # lists that some step has not only appended to
+        self._own_lists: dict[int, list[_OwnList]] = {}
         self._assigned: dict[tuple[int, str], dict[int, Any]] = {}
         self._before: list[dict[str, Any]] = []
-        self._lists_before: list[list[Any]] = []
         self._index = {id(d): i for i, d in enumerate(self._dicts)}
         self._touched: set[tuple[int, str]] | None = None
         self._modes: dict[nn.Module, bool] = {}  # as they are for a step that has not set its own
@@ -83,12 +82,10 @@ class StepAttributes:
                 self._dicts[i].pop(name, None)
             else:
                 self._dicts[i][name] = value
-        for k, values in self._own_lists.setdefault(step, {}).items():
-            if k in self._rewritten:
-                self._lists[k][:] = values
+        for own in self._own_lists.setdefault(step, [_OwnList(values) for values in self._lists]):
+            own.show()
         self._set_modes(self._own_modes.get(step, {}))
         self._before = [dict(d) for d in self._dicts]
-        self._lists_before = [list(values) for values in self._lists]
         self._touched, self._running = set(), step
 
     def leave(self, step: int, *, ended: bool = False) -> None:
@@ -101,14 +98,10 @@ class StepAttributes:
                     self._assigned.setdefault((i, name), {})[step] = value
                 elif name in self._only.get(i, {name}):
                     self._own[step][i, name] = value
-        for k, (values, earlier) in enumerate(zip(self._lists, self._lists_before, strict=True)):
-            kept = all(a is b for a, b in zip(values, earlier, strict=False))
-            if not kept or len(values) != len(earlier):
-                self._own_lists[step][k] = list(values)
-            if not kept or len(values) < len(earlier):
-                self._rewritten.add(k)
+        for own in self._own_lists[step]:
+            own.hide(ended)
         self._leave_modes(step, ended)
-        self._before, self._lists_before = [], []
+        self._before = []
         if ended:  # what it assigned stays on the modules, as it would have, and is not kept alive here
             self._own.pop(step)
             self._own_lists.pop(step)
@@ -141,6 +134,30 @@ class StepAttributes:
             for (i, name), values in self._assigned.items()
             if len(values) > 1 and not _all_alike(list(values.values()))
         ]
+
+
+class _OwnList:
+    """A list as one step sees it."""
+
+    def __init__(self, shared: list[Any]) -> None:
+        self._shared = shared
+        self._start = list(shared)
+        self._own = list(shared)
+        self._others: list[Any] = []
+
+    def show(self) -> None:
+        """Put the step's contents into the list."""
+        self._others = list(self._shared)
+        self._shared[:] = self._own
+
+    def hide(self, ended: bool) -> None:
+        """Put the others' contents back; those of a step that has ended join them."""
+        self._own, n = list(self._shared), len(self._start)
+        self._shared[:] = self._others
+        if ended and len(self._own) >= n and all(a is b for a, b in zip(self._own, self._start, strict=False)):
+            self._shared += self._own[n:]
+        elif ended:
+            self._shared[:] = self._own
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
