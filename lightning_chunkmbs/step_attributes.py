@@ -152,12 +152,18 @@ class _OwnList:
 
     def hide(self, ended: bool) -> None:
         """Put the others' contents back; those of a step that has ended join them."""
-        self._own, n = list(self._shared), len(self._start)
+        own = self._own = list(self._shared)
         self._shared[:] = self._others
-        if ended and len(self._own) >= n and all(a is b for a, b in zip(self._own, self._start, strict=False)):
-            self._shared += self._own[n:]
-        elif ended:
-            self._shared[:] = self._own
+        n = len(self._start)
+        if not ended:
+            return
+        if len(own) < n or (len(own) > n and any(a is not b for a, b in zip(own, self._start, strict=False))):
+            self._shared[:] = own  # it was made anew
+            return
+        for i, (before, now) in enumerate(zip(self._start, own, strict=False)):
+            if now is not before and i < len(self._shared):
+                self._shared[i] = now
+        self._shared += own[n:]
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
