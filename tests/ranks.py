@@ -299,7 +299,6 @@ def _die_with_parent() -> None:
 
 def _serve(pipe: Connection) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     _die_with_parent()
     # The groups that tests make stay, with their sockets: cached meshes and DTensor plans refer to them by name.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -325,6 +324,9 @@ def _serve(pipe: Connection) -> None:
 
 def _reset(environment: dict[str, str]) -> None:
     """What one task may leave behind and the next must not find."""
+    # Lightning puts back at the end of a run the handlers it knows of, and this one it does not.
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.chdir(ROOT)
     if os.environ != environment:
         os.environ.clear()

@@ -1,6 +1,7 @@
 """Contexts, logs and profilers inside training steps that take turns: as in steps run one by one."""
 
 import contextvars
+from collections import deque
 from contextlib import nullcontext
 
 import pytest
@@ -68,11 +69,11 @@ class Ordered(Watched):
 
     def __init__(self):
         super().__init__()
-        self.resumed = []
+        self.resumed = deque()  # of a list each step would see its own
 
     def check(self):
         turns = [(i, step) for i in range(LAYERS) for step in range(WINDOW)]
-        assert self.resumed[: len(turns)] == turns
+        assert list(self.resumed)[: len(turns)] == turns
         first = [i for i, _, again, _ in self.runs if not again][: LAYERS * CHUNKS]
         assert first == sorted(first)
         assert len(set(first)) == LAYERS
