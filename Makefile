@@ -23,7 +23,7 @@ train: $(STAMP) ## install, then train the quickstart model on two CPU processes
 	$(VENV)/bin/python -m lightning_chunkmbs fit --config configs/quickstart_cpu.yaml $(ARGS)
 
 compare: $(STAMP) ## install, then print step times of stock accumulation beside ours
-	$(VENV)/bin/python examples/benchmarks/accumulation/run.py --n 1 2 4 8 --rounds 5 $(ARGS)
+	$(VENV)/bin/python examples/benchmarks/accumulation/run.py --n 1 2 4 8 --rounds 3 --steps 1 $(ARGS)
 
 test: $(STAMP) ## install, then run all tests
 	$(VENV)/bin/python -m pytest $(ARGS)
