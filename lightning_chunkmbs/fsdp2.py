@@ -15,6 +15,14 @@ from torch.distributed.tensor import distribute_tensor
 
 from .report import StepCounter
 
+_PARTS = (
+    "_pre_forward",
+    "_post_forward",
+    "_lazy_init",
+    "_register_pre_backward_hook",
+    "_root_post_backward_final_callback",
+)
+
 
 class _Collective(Protocol):
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor: ...
@@ -48,7 +56,7 @@ def fsdp_module(module: nn.Module) -> FSDPModule:
 def fsdp_state(module: nn.Module) -> Any:
     """Return FSDP2's state of a sharded module."""
     state = fsdp_module(module)._get_fsdp_state()
-    for name in ("_pre_forward", "_post_forward", "_lazy_init", "_root_post_backward_final_callback"):
+    for name in _PARTS:
         if not hasattr(state, name):
             raise RuntimeError(
                 f"FSDP2's state has no {name} in torch {torch.__version__}, on which this package relies. It is "

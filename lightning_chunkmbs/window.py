@@ -173,9 +173,14 @@ class Window:
 
     def _note(self, output: Any) -> Any:
         """Add what a step returned to the window's outputs and return it."""
+        self._closure_result(output)
+        return output
+
+    def _closure_result(self, output: Any) -> ClosureResult:
+        """Return what Lightning makes of a step's output, added to the window's outputs."""
         result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
         self.outputs.append(_outputs(result))
-        return output
+        return result
 
     def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
         self._attributes = self._watched()
@@ -201,8 +206,7 @@ class Window:
                 "training_step returned None, which skips the step, and that is not possible with several processes. "
                 "Return a loss; multiply it by 0 if this micro-batch is not to count."
             )
-        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
-        self.outputs.append(_outputs(result))
+        result = self._closure_result(output)
         if result.closure_loss is None:
             return None
         plugin, module = self._trainer.precision_plugin, self._module

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from lightning_chunkmbs import StepReport
 from tests.models import Record, Trained, chunked, fit, train_by_hand
 from tests.ranks import run_on_ranks
-
-transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 31
 LENGTH = 6

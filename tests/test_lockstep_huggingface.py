@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from tests.models import chunked
 from tests.one_window import Windowed, accumulate, assert_close, chunk_by_chunk, different, train_window
 from tests.ranks import raises_on_ranks, run_on_ranks
-
-transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 31
 CHUNK = 2

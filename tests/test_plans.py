@@ -9,29 +9,9 @@ import pytest
 import yaml
 
 from lightning_chunkmbs.plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
+from tests.documented import INIT_ARGS
 
 PLANS = [ChunkMBSPlan, RecomputePlan, ActivationOffloadPlan]
-
-YAML = """\
-recompute: true
-recompute_plan:
-  apply_modules:
-    - model.visual.blocks.{*}
-    - model.language_model.layers.{*}
-enable_activation_offload: true
-activation_offload_plan:
-  apply_modules:
-    - model.visual.blocks.{*}
-    - model.language_model.layers.{*}
-enable_chunk_mbs: true
-chunkmbs_plan:
-  apply_modules:
-    - model.language_model.layers.{*}
-  chunk_mbs: 2            # samples per chunk, not the number of chunks
-  batch_dim: 0            # 0 for [b, s, h], 1 for [s, b, h]
-  chunk_arg_indexs: [0]
-  chunk_kwarg_names: ["position_embeddings", "position_ids", "rope_deltas", "attention_mask"]
-"""
 BLOCKS = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
 PARSED: dict[str, Any] = {
     "recompute": True,
@@ -95,17 +75,17 @@ def build(config: jsonargparse.Namespace) -> Options:
 
 
 def test_the_documented_yaml_parses_unchanged() -> None:
-    assert vars(build(parse(YAML))) == PARSED
+    assert vars(build(parse(INIT_ARGS))) == PARSED
 
 
 def test_the_documented_yaml_as_dicts() -> None:
-    raw = yaml.safe_load(YAML)
+    raw = yaml.safe_load(INIT_ARGS)
     for cls, name in zip(PLANS, ["chunkmbs_plan", "recompute_plan", "activation_offload_plan"], strict=True):
         assert coerce_plan(raw[name], cls, name) == PARSED[name]
 
 
 def test_dump_and_parse_round_trips() -> None:
-    init_args = YAML + "fsdp_plan:\n  reshard_after_forward: false\n"
+    init_args = INIT_ARGS + "fsdp_plan:\n  reshard_after_forward: false\n"
     first = parse(init_args)
     dumped = parser().dump(first)
     second = parser().parse_string(dumped)
@@ -133,11 +113,11 @@ def test_fields_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("wrong", "key"),
     [
-        (YAML.replace("chunk_arg_indexs", "chunk_arg_indexes"), "chunk_arg_indexes"),
-        (YAML.replace("chunk_mbs: 2", "chunk_mbss: 2"), "chunk_mbss"),
-        (YAML.replace("apply_modules", "apply_module"), "apply_module"),
-        (YAML.replace("recompute_plan", "recompute_plans"), "recompute_plans"),
-        (YAML + "fsdp_plan: {reshard: false}", "reshard"),
+        (INIT_ARGS.replace("chunk_arg_indexs", "chunk_arg_indexes"), "chunk_arg_indexes"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbss: 2"), "chunk_mbss"),
+        (INIT_ARGS.replace("apply_modules", "apply_module"), "apply_module"),
+        (INIT_ARGS.replace("recompute_plan", "recompute_plans"), "recompute_plans"),
+        (INIT_ARGS + "fsdp_plan: {reshard: false}", "reshard"),
     ],
 )
 def test_yaml_with_a_misspelt_key_is_rejected_by_name(wrong: str, key: str) -> None:
@@ -148,9 +128,9 @@ def test_yaml_with_a_misspelt_key_is_rejected_by_name(wrong: str, key: str) -> N
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (YAML.replace("chunk_mbs: 2", "chunk_mbs: auto"), "chunk_mbs.*\n.*int.*auto"),
-        (YAML.replace("chunk_mbs: 2", "chunk_mbs: true"), "chunk_mbs.*\n.*int.*True"),
-        (YAML.replace("chunk_mbs: 2", "chunk_mbs: 1.5"), "chunk_mbs.*\n.*int.*1.5"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: auto"), "chunk_mbs.*\n.*int.*auto"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: true"), "chunk_mbs.*\n.*int.*True"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: 1.5"), "chunk_mbs.*\n.*int.*1.5"),
         ("recompute_plan: {apply_modules: layers.0}", "apply_modules.*\n.*list.*layers.0"),
         ("recompute_plan: {apply_modules: [{0-3}]}", "apply_modules.*\n.*str.*{'0-3': None}"),
     ],
@@ -161,7 +141,7 @@ def test_yaml_with_a_value_of_the_wrong_type(wrong: str, message: str) -> None:
 
 
 def test_yaml_with_a_value_out_of_bounds_gets_our_text() -> None:
-    config = parse(YAML.replace("chunk_mbs: 2", "chunk_mbs: 0"))
+    config = parse(INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: 0"))
     with pytest.raises(ValueError, match=r"chunk_mbs \(samples per chunk\) must be at least 1, but got 0"):
         build(config)
 
