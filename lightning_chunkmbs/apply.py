@@ -13,6 +13,7 @@ from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_structure
+from .chunked_tensor import Cuts
 from .fsdp2 import initialize
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize
@@ -99,6 +100,7 @@ class AppliedModel:
         self._log(names)
         store = ActivationStore(counter)
         self.store = store
+        self._cuts = Cuts()
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
         # Inner groups come before outer ones: a name sorts before the names below it.
@@ -129,6 +131,8 @@ class AppliedModel:
             notices=self._notices,
             gather=gather_around,
             buffers=BlockBuffers(block),
+            cuts=self._cuts,
+            last=name == list(self.blocks)[-1],
         )
         make_chunked(block, settings)
 

@@ -1,16 +1,15 @@
-"""Cutting a block call into chunks and joining the outputs of the chunks."""
+"""Cutting a block call into chunks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .report import Notices
-from .trees import map_tree, tree_leaves
+from .trees import map_tree
 
 # Keywords under which models hand a cache of keys and values to their layers.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
@@ -66,6 +65,14 @@ class _Argument:
 
 Template = tuple[tuple[Any, ...], dict[str, Any]]
 
+# Cuts a tensor along a dimension into pieces of the given sizes. With them comes what each piece passes through, by its
+# index, when all pieces have gone through the block's gather together; None if nothing.
+Cut = Callable[[Tensor, tuple[int, ...], int], tuple[tuple[Tensor, ...], "Callable[[int, Tensor], Tensor] | None"]]
+
+
+def _split(tensor: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[tuple[Tensor, ...], None]:
+    return tensor.split(sizes, dim), None
+
 
 def fill(template: Template, values: Sequence[Tensor]) -> Template:
     """Return a call's arguments with ``values`` in place of its tensors."""
@@ -82,12 +89,14 @@ class CutCall:
         pieces: for each tensor argument its chunks, or the one tensor that all chunks share.
         entry: index in ``pieces`` of the entry activation, the tensor that recomputation starts from; None if no
             tensor needs a gradient.
+        rejoins: for each tensor argument what its pieces pass through when they are replaced.
     """
 
     template: Template
     sizes: tuple[int, ...]
     pieces: list[tuple[Tensor, ...]]
     entry: int | None
+    rejoins: list[Callable[[int, Tensor], Tensor] | None]
 
     @property
     def chunks(self) -> int:
@@ -101,7 +110,9 @@ class CutCall:
 
     def replace(self, tensors: Iterator[Tensor]) -> None:
         """Take new pieces from ``tensors``, in the order of :attr:`tensors`."""
-        self.pieces = [tuple(next(tensors) for _ in pieces) for pieces in self.pieces]
+        for index, (pieces, rejoin) in enumerate(zip(self.pieces, self.rejoins, strict=True)):
+            new = [next(tensors) for _ in pieces]
+            self.pieces[index] = tuple(new if rejoin is None else map(rejoin, range(len(new)), new))
 
     def chunk(self, i: int) -> list[Tensor]:
         """Return the tensors of chunk ``i``, one for each tensor argument."""
@@ -115,6 +126,7 @@ def cut_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     notices: Notices,
+    cut: Cut = _split,
 ) -> CutCall:
     """Cut one call of a block into chunks of at most ``rule.chunk_mbs`` samples.
 
@@ -125,6 +137,7 @@ def cut_call(
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         notices: where warnings go.
+        cut: cuts one tensor.
 
     Raises:
         ValueError: no declared argument holds a tensor, or a declared tensor has neither the batch's size nor 1.
@@ -137,8 +150,12 @@ def cut_call(
         full, rest = divmod(batch, rule.chunk_mbs)
         sizes = (rule.chunk_mbs,) * full + ((rest,) if rest or not full else ())
         _warn_undeclared(block, rule, found, batch, notices)
-    pieces = [_cut(argument, sizes) for argument in found]
-    return CutCall(template, sizes, pieces, _entry(found, batch))
+    pieces, rejoins = [], []
+    for argument in found:
+        parts, rejoin = _cut(argument, sizes, cut)
+        pieces.append(parts)
+        rejoins.append(rejoin)
+    return CutCall(template, sizes, pieces, _entry(found, batch), rejoins)
 
 
 def _find_tensors(
@@ -222,12 +239,13 @@ def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: i
             )
 
 
-def _cut(argument: _Argument, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _cut(
+    argument: _Argument, sizes: tuple[int, ...], cut: Cut
+) -> tuple[tuple[Tensor, ...], Callable[[int, Tensor], Tensor] | None]:
     dim, batch = argument.batch_dim, sum(sizes)
     if dim is None or argument.tensor.ndim == 0 or argument.size != batch or len(sizes) == 1:
-        return (argument.tensor,)
-    # One split and not a narrow per chunk: its backward writes the gradient of the whole batch once.
-    return argument.tensor.split(sizes, dim)
+        return (argument.tensor,), None
+    return cut(argument.tensor, sizes, dim)
 
 
 def _entry(found: list[_Argument], batch: int | None) -> int | None:
@@ -271,58 +289,3 @@ def drop_cache(
         tuple(off.get(name, value) for name, value in zip(named, args, strict=True)),
         {key: off.get(key, value) for key, value in kwargs.items()},
     )
-
-
-# -- joining ---------------------------------------------------------------------------------------------------------
-
-
-def join_outputs(block: str, outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int) -> Any:
-    """Join the outputs of a call's chunks.
-
-    Batch tensors are concatenated along ``batch_dim``; floating 0-dim tensors become the mean weighted by chunk size;
-    None stays None. Containers are those that :func:`~.trees.map_tree` enters. A single output is returned as is.
-
-    Args:
-        block: name of the block, for messages.
-        outputs: one output for each chunk, in the order of the batch.
-        sizes: samples of each chunk.
-        batch_dim: dimension to join along.
-
-    Raises:
-        TypeError: the chunks' outputs differ in structure, or hold something that cannot be joined.
-        ValueError: an output tensor does not have its chunk's size along ``batch_dim``.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    leaves = [tree_leaves(output) for output in outputs]
-    if any([path for path, _ in other] != [path for path, _ in leaves[0]] for other in leaves[1:]):
-        raise TypeError(f"{block}: the chunks of one call returned outputs of different structure; they must agree.")
-    joined = iter(
-        [
-            _join_leaf(block, path, [other[i][1] for other in leaves], sizes, batch_dim)
-            for i, (path, _) in enumerate(leaves[0])
-        ]
-    )
-    return map_tree(lambda _leaf, _path: next(joined), outputs[0])
-
-
-def _join_leaf(block: str, path: str, values: list[Any], sizes: Sequence[int], batch_dim: int) -> Any:
-    if all(value is None for value in values):
-        return None
-    if not all(isinstance(value, Tensor) for value in values):
-        kinds = sorted({type(value).__name__ for value in values})
-        raise TypeError(
-            f"{block}: a block that is cut returns tensors and None (in tuples, lists, dicts or dataclasses); its "
-            f"output{path} is {' and '.join(kinds)}, which cannot be joined. Return it from outside the block, or take "
-            f"the block out of chunkmbs_plan."
-        )
-    if all(value.ndim == 0 and value.is_floating_point() for value in values):
-        weights = [size / sum(sizes) for size in sizes]
-        return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum()
-    for value, size in zip(values, sizes, strict=True):
-        if value.ndim <= batch_dim or value.size(batch_dim) != size:
-            raise ValueError(
-                f"{block}: an output tensor of a block that is cut has its chunk's size along batch_dim={batch_dim}; "
-                f"output{path} ({value.dtype}) has shape {tuple(value.shape)} for a chunk of {size}."
-            )
-    return torch.cat(values, batch_dim)

@@ -13,28 +13,36 @@ one micro-batch: they see its arguments and its joined output, once.
 [Note: reverse order]
 The chunks run last to first. Autograd runs the nodes made last first, so backward visits the chunks first to last and
 gradients add up in the order of sequential accumulation.
+
+[Note: inputs without gradients]
+FSDP2 knows that a block's backward is over when the gradients of its inputs are there. Where no input needs one (token
+ids, the output of a frozen embedding), the outputs of the chunks are tied to an empty tensor that passes through the
+gather as an input. Its node was made before those of the chunks, so autograd runs it when they are done.
 """
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import Function
 
-from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache, join_outputs
+from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache
 from .block_buffers import BlockBuffers
+from .chunked_tensor import Cuts
+from .joining import OutputJoin
 from .offload import ActivationStore
+from .recompute import Run
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
-from .trees import tree_leaves
+from .trees import map_tree, tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
 
@@ -78,6 +86,8 @@ class BlockSettings:
         dispatch: runs a micro-batch's call of the block; in lockstep it waits for the other micro-batches.
         received: declared keywords that some call of this block was given.
         buffers: the block's buffers.
+        cuts: remembers of which chunks the model's batches are made; shared by its blocks.
+        last: whether the block runs last. The chunk that it runs last is needed first in backward and does not travel.
     """
 
     name: str
@@ -91,6 +101,8 @@ class BlockSettings:
     dispatch: Callable[[nn.Module, BlockCall], Any] = lambda block, call: run_block(block, [call])[0]
     received: set[str] = field(default_factory=set)
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
+    cuts: Cuts = field(default_factory=Cuts)
+    last: bool = False
 
 
 class ChunkedBlock:
@@ -120,7 +132,7 @@ def make_chunked(module: nn.Module, settings: BlockSettings) -> None:
 def own_forward(module: nn.Module) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return the forward that ``module`` has now and the names of its positional parameters."""
     patched = module.__dict__.get("forward")
-    forward = patched or functools.partial(type(module).forward, module)
+    forward = patched or partial(type(module).forward, module)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(forward).parameters.values()
     return forward, tuple(p.name for p in parameters if p.kind in kinds)
@@ -157,26 +169,31 @@ def run_block(
         settings.counter.add("blocks")
         settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
 
+    dim = settings.rule.batch_dim if settings.rule else 0
+    joins = [OutputJoin(settings.name, cut.sizes, dim, settings.cuts) for cut in cuts]
+    tensors = [tensor for cut in cuts for tensor in cut.tensors]
+    untied = torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)
+    knots = [torch.empty(0, device=_device(block, tensors), requires_grad=True)] if untied else []
+
     def body(tensors: list[Tensor]) -> list[list[tuple[Any, Recorded]]]:
         pieces = iter(tensors)
         for cut in cuts:
             cut.replace(pieces)
-        return _run_chunks(settings, calls, cuts)
+        return _run_chunks(settings, calls, cuts, joins, partial(_tie, list(pieces)))
 
-    chunks = settings.gather(block, body, [tensor for cut in cuts for tensor in cut.tensors])
+    chunks = settings.gather(block, body, tensors + knots)
     outputs = []
-    for call, cut, results in zip(calls, cuts, chunks, strict=True):
-        output, recorded = hand_out(_join(settings, cut, results))
+    for call, join, results in zip(calls, joins, chunks, strict=True):
+        output, recorded = hand_out(_join(settings, join, results))
         if recorded:
-            call.run(functools.partial(put_back, recorded))
+            call.run(partial(put_back, recorded))
         outputs.append(output)
     return outputs
 
 
-def _join(settings: BlockSettings, cut: CutCall, results: list[tuple[Any, Recorded]]) -> tuple[Any, Recorded]:
+def _join(settings: BlockSettings, join: OutputJoin, results: list[tuple[Any, Recorded]]) -> tuple[Any, Recorded]:
     """Join what the chunks of one micro-batch returned, and what was recorded inside them."""
-    dim = settings.rule.batch_dim if settings.rule else 0
-    output = join_outputs(settings.name, [output for output, _ in results], cut.sizes, dim)
+    output = join.join([output for output, _ in results])
     if torch.is_grad_enabled() and not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(output)):
         raise TypeError(
             f"{settings.name}: a block returns what it computes, and this one returned no tensor. What it writes into "
@@ -186,6 +203,29 @@ def _join(settings: BlockSettings, cut: CutCall, results: list[tuple[Any, Record
     # What is recorded has the samples first, be it one row for each ([batch, ...]) or many ([tokens, experts]).
     joined = {key: [torch.cat(parts) for parts in zip(*(r[key] for r in recorded), strict=True)] for key in recorded[0]}
     return output, joined
+
+
+def _device(block: nn.Module, tensors: list[Tensor]) -> torch.device:
+    return next((t.device for t in (*block.parameters(), *tensors)), torch.device("cpu"))
+
+
+class _Tie(Function):
+    """Makes a tensor depend on a knot as well (see [Note: inputs without gradients])."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, knot: Tensor) -> Tensor:
+        return value.new_empty(0).set_(value)  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], torch.zeros(0, device=grads[0].device)
+
+
+def _tie(knots: list[Tensor], output: Any) -> Any:
+    def tie(leaf: Any, _path: str) -> Any:
+        return _Tie.apply(leaf, knots[0]) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    return map_tree(tie, output) if knots else output
 
 
 def run_idle_block(block: nn.Module) -> Tensor:
@@ -214,34 +254,42 @@ def _cut(settings: BlockSettings, call: BlockCall) -> CutCall:
         args, kwargs = drop_cache(settings.name, settings.names, args, kwargs, settings.notices)
     elif holds_cache(settings.names, args, kwargs):
         rule = None  # a cache belongs to the whole batch
-    return cut_call(settings.name, rule, settings.names, args, kwargs, settings.notices)
+    return cut_call(settings.name, rule, settings.names, args, kwargs, settings.notices, settings.cuts.cut)
 
 
 def _run_chunks(
-    settings: BlockSettings, calls: Sequence[BlockCall], cuts: list[CutCall]
+    settings: BlockSettings,
+    calls: Sequence[BlockCall],
+    cuts: list[CutCall],
+    joins: list[OutputJoin],
+    tie: Callable[[Any], Any],
 ) -> list[list[tuple[Any, Recorded]]]:
     """Run all chunks, last to first (see [Note: reverse order]), and return their results first to last."""
     results: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
-    for call, cut, out in reversed(list(zip(calls, cuts, results, strict=True))):
+    for k, (call, cut, join) in reversed(list(enumerate(zip(calls, cuts, joins, strict=True)))):
         for i in reversed(range(cut.chunks)):
-            out[i] = call.run(functools.partial(taking_off, functools.partial(_run_chunk, settings, cut, i)))
+            kept = settings.last and k == i == 0
+            output, recorded = call.run(partial(taking_off, partial(_run_chunk, settings, cut, i, keep=kept)))
+            results[k][i] = join.place(i, tie(output)), recorded
     return results
 
 
-def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
+def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> Any:
     values = cut.chunk(i)
-    run = _Run(settings, cut.template)
+    run = Run(partial(_forward, settings, cut.template), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
-    # Casts cached by autocast would add up the chunks' gradients in the lower precision.
-    torch.clear_autocast_cache()
-    offload: AbstractContextManager[Any] = nullcontext()
-    if cut.entry is not None:
-        values[cut.entry] = entry = _dense(values[cut.entry])
-        offload = offload if settings.store is None else settings.store.hooks(entry)
+    if cut.entry is None:
+        return run.recomputed(values)
+    entry = values[cut.entry] = _dense(values[cut.entry])
+    offload = nullcontext() if settings.store is None else settings.store.hooks(entry)
     with offload:
-        # Only positional tensors pass through the saved-tensor hooks, hence the flat call.
-        return checkpoint(run, *values, use_reentrant=False)
+        return run.recomputed(values)
+
+
+def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor]) -> Any:
+    args, kwargs = fill(template, values)
+    return settings.forward(*args, **kwargs)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -252,53 +300,6 @@ def _dense(tensor: Tensor) -> Tensor:
     """
     alike = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor if alike else tensor.clone()
-
-
-class _Run:
-    """One chunk's forward, run again by recomputation in the state of its first run.
-
-    Recomputation may come from another thread and after the step has ended. ``checkpoint`` brings back autocast and
-    random numbers; contextvars and the default dtype are brought back here.
-    """
-
-    def __init__(self, settings: BlockSettings, template: Template) -> None:
-        self.settings = settings
-        self.template = template
-        self.written: list[str] = []
-        self.training = settings.buffers.block.training
-        self.context: contextvars.Context | None = None
-        self.dtype = torch.get_default_dtype()
-
-    def __call__(self, *values: Tensor) -> Any:
-        if self.context is None:
-            self.context = contextvars.copy_context()
-            marks = self.settings.buffers.marks()
-            output = self._run(values)
-            self.written = self.settings.buffers.written(marks)
-            if self.written and torch.is_grad_enabled():
-                _warn_written(self.settings, self.written)
-            return output
-        # What is recorded again is dropped: the model has used what it recorded in its first run.
-        return self.context.copy().run(taking_off, functools.partial(self._rerun, values))[0]
-
-    def _run(self, values: Sequence[Tensor]) -> Any:
-        args, kwargs = fill(self.template, values)
-        return self.settings.forward(*args, **kwargs)
-
-    def _rerun(self, values: Sequence[Tensor]) -> Any:
-        now = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        block = self.settings.buffers.block
-        training = block.training
-        try:
-            if training != self.training:  # a step may toggle eval() and train() around its passes
-                block.train(self.training)
-            with self.settings.buffers.kept(self.written):
-                return self._run(values)
-        finally:
-            torch.set_default_dtype(now)
-            if training != self.training:
-                block.train(training)
 
 
 def _warn_written(settings: BlockSettings, names: list[str]) -> None:

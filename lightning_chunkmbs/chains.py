@@ -16,13 +16,14 @@ they enter their block, and what has come back there goes on into that part, whi
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block import BlockCall
@@ -33,16 +34,38 @@ from .trees import map_tree, tree_leaves
 class _Exit:
     """A tensor that a block call has handed out, and the gradient that has reached it."""
 
-    __slots__ = ("call", "edge", "grad")
+    __slots__ = ("__weakref__", "call", "grad", "root")
 
     def __init__(self, call: _Call, output: Tensor) -> None:
         self.call = call
-        # The edge and not the tensor, which is a hidden state: nothing needs its values any more.
-        self.edge: GradientEdge = get_gradient_edge(output)
         self.grad: Tensor | None = None
+        # In place of the output, which is a hidden state: nothing needs its values any more.
+        self.root: Tensor = _Root.apply(output, self)
 
     def collect(self, grad: Tensor) -> None:
         self.grad = grad if self.grad is None else self.grad + grad
+
+    def take(self) -> Tensor | None:
+        grad, self.grad = self.grad, None
+        return grad
+
+
+class _Root(Function):
+    """An empty tensor to start a run of autograd from. It brings in the gradient that waits at an exit.
+
+    Given to autograd as they are, the gradients of all exits would live until the run has ended.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, exit_: _Exit) -> Tensor:
+        # Not the exit itself, which holds this node.
+        ctx.take = weakref.WeakMethod(exit_.take)
+        return torch.empty(0, dtype=output.dtype, device=output.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        take = ctx.take()
+        return None if take is None else take(), None
 
 
 class _Probe:
@@ -240,7 +263,9 @@ def _run(exits: list[_Exit], retain_graph: bool = False) -> int:
     """Back-propagate what has reached ``exits`` and return the number of runs of autograd, one or none."""
     roots = [e for e in exits if e.grad is not None]
     if roots:
-        torch.autograd.backward([e.edge for e in roots], [e.grad for e in roots], retain_graph=retain_graph)
+        torch.autograd.backward(
+            [e.root for e in roots], [torch.empty_like(e.root) for e in roots], retain_graph=retain_graph
+        )
     return len(roots[:1])
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_chunkmbs.arguments import CutRule
 from lightning_chunkmbs.block import BlockSettings, make_chunked, own_forward
+from lightning_chunkmbs.joining import OutputJoin
 from lightning_chunkmbs.offload import ActivationStore
 from lightning_chunkmbs.report import Notices, StepCounter
 
@@ -83,6 +84,13 @@ def chunks_of(rule: CutRule, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     with torch.no_grad():
         block(*args, **kwargs)
     return [{"hidden_states": args[0], **kwargs} for args, kwargs in reversed(block.calls)]
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int) -> Any:
+    """Join the outputs of chunks, which a block runs last to first."""
+    join = OutputJoin(NAME, sizes, batch_dim)
+    placed = [join.place(i, outputs[i]) for i in reversed(range(len(outputs)))]
+    return join.join(placed[::-1])
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_chunkmbs.arguments import CutRule, join_outputs
+from lightning_chunkmbs.arguments import CutRule
 from lightning_chunkmbs.trees import map_tree, tree_leaves
-from tests.chunking import NAME, Recorder, caught_warnings, chunk, chunks_of
+from tests.chunking import NAME, Recorder, caught_warnings, chunk, chunks_of, join_outputs
 
 
 class Pair(NamedTuple):
@@ -310,7 +310,7 @@ def test_joining_undoes_cutting_for_any_tree(tree: Any, chunk_mbs: int) -> None:
             if not isinstance(whole, Tensor) or len(whole) == 1:
                 assert given_ is whole
     cut = {path for path, whole in tree_leaves(tree) if isinstance(whole, Tensor) and len(whole) == B}
-    joined = join_outputs(NAME, [_only(cut, c["tree"]) for c in calls], sizes, 0)
+    joined = join_outputs([_only(cut, c["tree"]) for c in calls], sizes, 0)
     for (path, ours), (other, theirs) in zip(tree_leaves(joined), tree_leaves(_only(cut, tree)), strict=True):
         assert path == other
         assert torch.equal(ours, theirs) if path in cut else ours is None

@@ -24,6 +24,7 @@ ROWS = [
     {"groups"},
     {"fsdp2"},
     {"block"},
+    {"joining", "recompute"},
     {"chunked_tensor"},
     {"offload"},
     {"streams"},
