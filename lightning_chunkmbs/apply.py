@@ -22,6 +22,7 @@ from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
+from .selective import SaveOps, find_ops
 from .sharding import ShardedModel
 
 
@@ -101,6 +102,8 @@ class AppliedModel:
         store = ActivationStore(counter)
         self.store = store
         self._cuts = Cuts()
+        save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []
+        self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
         # Inner groups come before outer ones: a name sorts before the names below it.
@@ -132,6 +135,7 @@ class AppliedModel:
             gather=gather_around,
             buffers=BlockBuffers(block),
             cuts=self._cuts,
+            save_ops=self._save_ops,
             last=name == list(self.blocks)[-1],
         )
         make_chunked(block, settings)
@@ -172,14 +176,22 @@ class AppliedModel:
         return self.plans.chunkmbs_plan.lockstep_attributes if self.plans.chunkmbs_plan else []
 
     def check_received(self) -> None:
-        """After the first step: refuse a plan whose keywords no block was given, name single ones once.
+        """After the first step: refuse a plan whose keywords no block was given, name what had no effect once.
 
         Raises:
             ValueError: no block received any of the plan's ``chunk_kwarg_names``.
         """
-        if self._received_checked or self.plans.chunkmbs_plan is None:
+        if self._received_checked:
             return
         self._received_checked = True
+        if self._save_ops is not None and self._save_ops.unused:
+            self._notices.warn(
+                "save_ops",
+                f"RecomputePlan.save_ops had no effect for {', '.join(self._save_ops.unused)}: no block ran such an "
+                f"operator in the first step. Under torch.profiler the names of those that run are seen.",
+            )
+        if self.plans.chunkmbs_plan is None:
+            return
         declared = self.plans.chunkmbs_plan.chunk_kwarg_names
         settings = [block_settings(block) for block in self.blocks.values()]
         received = set().union(*(s.received for s in settings if s.rule is not None))

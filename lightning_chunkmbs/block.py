@@ -39,9 +39,10 @@ from .block_buffers import BlockBuffers
 from .chunked_tensor import Cuts
 from .joining import OutputJoin
 from .offload import ActivationStore
-from .recompute import Run
+from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
+from .selective import SaveOps
 from .trees import map_tree, tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
@@ -87,6 +88,7 @@ class BlockSettings:
         received: declared keywords that some call of this block was given.
         buffers: the block's buffers.
         cuts: remembers of which chunks the model's batches are made; shared by its blocks.
+        save_ops: operators whose results are kept and not computed again.
         last: whether the block runs last. The chunk that it runs last is needed first in backward and does not travel.
     """
 
@@ -103,6 +105,7 @@ class BlockSettings:
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
     cuts: Cuts = field(default_factory=Cuts)
     last: bool = False
+    save_ops: SaveOps | None = None
 
 
 class ChunkedBlock:
@@ -279,12 +282,22 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> 
     run = Run(partial(_forward, settings, cut.template), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
+    contexts = _contexts(settings)
     if cut.entry is None:
-        return run.recomputed(values)
+        return run.recomputed(values, contexts)
     entry = values[cut.entry] = _dense(values[cut.entry])
-    offload = nullcontext() if settings.store is None else settings.store.hooks(entry)
-    with offload:
-        return run.recomputed(values)
+    with nullcontext() if settings.store is None else settings.store.hooks(entry):
+        return run.recomputed(values, contexts)
+
+
+def _contexts(settings: BlockSettings) -> Contexts:
+    """What a chunk's first run and its recomputation run under."""
+    save, store = settings.save_ops, settings.store
+    if save is None:
+        return NOTHING
+    if store is None:
+        return partial(save.contexts, settings.name, lambda tensor: tensor, lambda tensor: tensor)
+    return partial(save.contexts, settings.name, store.put, store.take)
 
 
 def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor]) -> Any:

@@ -48,11 +48,11 @@ class ChunkMBSPlan:
         _check_chunk_mbs(self.chunk_mbs)
         _check_int("ChunkMBSPlan.batch_dim", self.batch_dim, least=0)
         _check_chunk_arg_indexs(self.chunk_arg_indexs)
-        _check_names("chunk_kwarg_names", self.chunk_kwarg_names)
+        _check_names("ChunkMBSPlan.chunk_kwarg_names", self.chunk_kwarg_names)
         _check_batch_dims(self.batch_dims)
         if self.max_lockstep is not None:
             _check_int("ChunkMBSPlan.max_lockstep", self.max_lockstep, least=1)
-        _check_names("lockstep_attributes", self.lockstep_attributes)
+        _check_names("ChunkMBSPlan.lockstep_attributes", self.lockstep_attributes)
         if not self.chunk_arg_indexs and not self.chunk_kwarg_names:
             raise ValueError(
                 "ChunkMBSPlan must declare an argument that carries the batch, but chunk_arg_indexs and "
@@ -66,16 +66,20 @@ class RecomputePlan:
 
     Args:
         apply_modules: patterns of the modules to recompute, e.g. ``model.layers.{*}``.
+        save_ops: operators whose results are kept (offloaded like entry activations) and not computed again, by their
+            names under ``torch.ops``, e.g. ``aten._scaled_dot_product_flash_attention``.
 
     Raises:
-        TypeError: ``apply_modules`` is not a list of strings.
-        ValueError: ``apply_modules`` is empty or names a pattern twice.
+        TypeError: a field is not a list of strings.
+        ValueError: ``apply_modules`` is empty, or something is named twice.
     """
 
     apply_modules: list[str]
+    save_ops: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules)
+        _check_names("RecomputePlan.save_ops", self.save_ops, "aten.mm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,6 @@ class FSDPPlan:
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
     ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens"}),
-    RecomputePlan: frozenset({"save_ops"}),
     ActivationOffloadPlan: frozenset(
         {"host_memory_gb", "min_bytes", "prefetch_bytes", "pin_memory", "stream_hidden_states"}
     ),
@@ -217,10 +220,9 @@ def _check_chunk_arg_indexs(indexes: object) -> None:
     _check_once(where, indexes)
 
 
-def _check_names(field_name: str, names: object) -> None:
-    where = f"ChunkMBSPlan.{field_name}"
+def _check_names(where: str, names: object, example: str = "attention_mask") -> None:
     if not isinstance(names, list):
-        raise TypeError(f"{where} must be a list of names, but got {names!r}; write for example ['attention_mask'].")
+        raise TypeError(f"{where} must be a list of names, but got {names!r}; write for example ['{example}'].")
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"A name in {where} must be a string, but got {name!r} ({type(name).__name__}).")

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from .block_buffers import BlockBuffers
 from .recorders import taking_off
 
+# Makes what a chunk's first run and its recomputation run under.
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+NOTHING: Contexts = noop_context_fn
 
 
 class Run:
@@ -67,7 +69,7 @@ class Run:
             if training != self._training:
                 block.train(training)
 
-    def recomputed(self, values: Sequence[Tensor], contexts: Contexts = noop_context_fn) -> Any:
+    def recomputed(self, values: Sequence[Tensor], contexts: Contexts = NOTHING) -> Any:
         """Run now, keep ``values`` alone, and run again in backward.
 
         Args:

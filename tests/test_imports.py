@@ -29,7 +29,7 @@ ROWS = [
     {"offload"},
     {"streams"},
     {"arguments"},
-    {"block_buffers", "patterns", "plans", "recorders", "report", "trees"},
+    {"block_buffers", "patterns", "plans", "recorders", "report", "selective", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -311,7 +311,6 @@ def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None
     [
         (ChunkMBSPlan, "packed_kwarg_names"),
         (ChunkMBSPlan, "chunk_tokens"),
-        (RecomputePlan, "save_ops"),
         (ActivationOffloadPlan, "host_memory_gb"),
         (ActivationOffloadPlan, "stream_hidden_states"),
         (FSDPPlan, "param_dtype"),
