@@ -286,8 +286,15 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> 
     if cut.entry is None:
         return run.recomputed(values, contexts)
     entry = values[cut.entry] = _dense(values[cut.entry])
+    version = entry._version
     with nullcontext() if settings.store is None else settings.store.hooks(entry):
-        return run.recomputed(values, contexts)
+        output = run.recomputed(values, contexts)
+    if entry._version != version and cut.chunks > 1:
+        raise RuntimeError(
+            f"A block that is cut gets parts of its batch, and {settings.name} modifies its input by an inplace "
+            f"operation. Write x = x + y in place of x += y where the block's input is changed."
+        )
+    return output
 
 
 def _contexts(settings: BlockSettings) -> Contexts:
