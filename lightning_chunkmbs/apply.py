@@ -16,7 +16,7 @@ from .checks import check_structure
 from .fsdp2 import initialize
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize
-from .offload import ActivationStore
+from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
@@ -97,7 +97,7 @@ class AppliedModel:
         self.blocks = {name: modules[name] for name in names.recompute}
         check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh)
         self._log(names)
-        store = ActivationStore(counter)
+        store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
         self.store = store
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)

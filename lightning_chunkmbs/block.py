@@ -21,7 +21,6 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,7 @@ from .block_buffers import BlockBuffers
 from .offload import ActivationStore
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
+from .stored_activation import version
 from .trees import tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
@@ -77,6 +77,8 @@ class BlockSettings:
         gather: runs a function over the chunks' tensors with the block's parameters gathered.
         dispatch: runs a micro-batch's call of the block; in lockstep it waits for the other micro-batches.
         received: declared keywords that some call of this block was given.
+        writes_entry: whether the last chunk wrote its input in place, before which the copy to the host must have
+            ended; the first chunk is taken to do so.
         buffers: the block's buffers.
     """
 
@@ -90,6 +92,7 @@ class BlockSettings:
     gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
     dispatch: Callable[[nn.Module, BlockCall], Any] = lambda block, call: run_block(block, [call])[0]
     received: set[str] = field(default_factory=set)
+    writes_entry: bool = True
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
 
 
@@ -235,13 +238,17 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int) -> Any:
         return run(*values)
     # Casts cached by autocast would add up the chunks' gradients in the lower precision.
     torch.clear_autocast_cache()
-    offload: AbstractContextManager[Any] = nullcontext()
+    entry = None
     if cut.entry is not None:
         values[cut.entry] = entry = _dense(values[cut.entry])
-        offload = offload if settings.store is None else settings.store.hooks(entry)
-    with offload:
-        # Only positional tensors pass through the saved-tensor hooks, hence the flat call.
+    # Only positional tensors pass through the saved-tensor hooks, hence the flat calls.
+    if entry is None or settings.store is None:
         return checkpoint(run, *values, use_reentrant=False)
+    before = version(entry)
+    with settings.store.hooks(entry, wait=settings.writes_entry):
+        output = checkpoint(run, *values, use_reentrant=False)
+    settings.writes_entry = version(entry) != before
+    return output
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ ROWS = [
     {"block"},
     {"chunked_tensor"},
     {"offload"},
+    {"stored_activation"},
+    {"host_buffers"},
     {"streams"},
     {"arguments"},
     {"block_buffers", "patterns", "plans", "recorders", "report", "trees"},
