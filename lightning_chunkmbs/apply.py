@@ -17,7 +17,7 @@ from .chunked_tensor import Cuts
 from .fsdp2 import initialize
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize
-from .offload import ActivationStore
+from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
@@ -99,7 +99,7 @@ class AppliedModel:
         self.blocks = {name: modules[name] for name in names.recompute}
         check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh)
         self._log(names)
-        store = ActivationStore(counter)
+        store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
         self.store = store
         self._cuts = Cuts()
         save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []

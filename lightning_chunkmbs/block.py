@@ -43,6 +43,7 @@ from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
 from .selective import SaveOps
+from .stored_activation import version
 from .trees import map_tree, tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
@@ -86,6 +87,8 @@ class BlockSettings:
         gather: runs a function over the chunks' tensors with the block's parameters gathered.
         dispatch: runs a micro-batch's call of the block; in lockstep it waits for the other micro-batches.
         received: declared keywords that some call of this block was given.
+        writes_entry: whether the last chunk wrote its input in place, before which the copy to the host must have
+            ended; the first chunk is taken to do so.
         buffers: the block's buffers.
         cuts: remembers of which chunks the model's batches are made; shared by its blocks.
         save_ops: operators whose results are kept and not computed again.
@@ -102,6 +105,7 @@ class BlockSettings:
     gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
     dispatch: Callable[[nn.Module, BlockCall], Any] = lambda block, call: run_block(block, [call])[0]
     received: set[str] = field(default_factory=set)
+    writes_entry: bool = True
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
     cuts: Cuts = field(default_factory=Cuts)
     last: bool = False
@@ -286,10 +290,12 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> 
     if cut.entry is None:
         return run.recomputed(values, contexts)
     entry = values[cut.entry] = _dense(values[cut.entry])
-    version = entry._version
-    with nullcontext() if settings.store is None else settings.store.hooks(entry):
+    before = version(entry)
+    store = settings.store
+    with nullcontext() if store is None else store.hooks(entry, wait=settings.writes_entry, keep=keep):
         output = run.recomputed(values, contexts)
-    if entry._version != version and cut.chunks > 1:
+    settings.writes_entry = version(entry) != before
+    if settings.writes_entry and cut.chunks > 1:
         raise RuntimeError(
             f"A block that is cut gets parts of its batch, and {settings.name} modifies its input by an inplace "
             f"operation. Write x = x + y in place of x += y where the block's input is changed."

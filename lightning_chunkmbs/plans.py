@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -88,16 +89,34 @@ class ActivationOffloadPlan:
 
     Args:
         apply_modules: patterns of the modules to offload, e.g. ``model.layers.{*}``.
+        host_memory_gb: most host memory that a rank uses for them, in GB of 10^9 bytes; None: no limit. What finds no
+            room stays on the device.
+        min_bytes: entry activations of fewer bytes stay on the device.
+        prefetch_bytes: how many bytes are brought back ahead of the chunk that is recomputed, in whole entry
+            activations; None: one of them, 0: none.
+        pin_memory: pin the host memory, so that copies run beside computation.
+        stream_hidden_states: keep hidden states of micro-batches on the host between blocks.
 
     Raises:
-        TypeError: ``apply_modules`` is not a list of strings.
-        ValueError: ``apply_modules`` is empty or names a pattern twice.
+        TypeError: a field has the wrong type.
+        ValueError: a field has the right type but a value that it cannot have.
     """
 
     apply_modules: list[str]
+    host_memory_gb: float | None = None
+    min_bytes: int = 0
+    prefetch_bytes: int | None = None
+    pin_memory: bool = True
+    stream_hidden_states: bool = False
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules)
+        _check_host_memory(self.host_memory_gb)
+        _check_int("ActivationOffloadPlan.min_bytes", self.min_bytes, least=0)
+        if self.prefetch_bytes is not None:
+            _check_int("ActivationOffloadPlan.prefetch_bytes", self.prefetch_bytes, least=0)
+        _check_bool("ActivationOffloadPlan.pin_memory", self.pin_memory)
+        _check_bool("ActivationOffloadPlan.stream_hidden_states", self.stream_hidden_states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +146,6 @@ class FSDPPlan:
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
     ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens"}),
-    ActivationOffloadPlan: frozenset(
-        {"host_memory_gb", "min_bytes", "prefetch_bytes", "pin_memory", "stream_hidden_states"}
-    ),
     FSDPPlan: frozenset(
         {
             "param_dtype",
@@ -237,6 +253,16 @@ def _check_batch_dims(batch_dims: object) -> None:
         if not isinstance(name, str):
             raise TypeError(f"A key of {where} must be the name of an argument, but got {name!r}.")
         _check_int(f"The dimension of {name!r} in {where}", dim, least=0)
+
+
+def _check_host_memory(value: object) -> None:
+    what = "ActivationOffloadPlan.host_memory_gb"
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{what} must be a number of GB or null, but got {value!r} ({type(value).__name__}).")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{what} must be 0 or more, but got {value!r}; leave it out for no limit.")
 
 
 def _check_int(what: str, value: object, *, least: int) -> None:

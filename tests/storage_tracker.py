@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_chunkmbs.offload import ActivationStore
+from lightning_chunkmbs.host_buffers import HostBuffer, HostBuffers
 
 
 class _Side:
@@ -45,7 +45,8 @@ class _Side:
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of storages made inside this context for as long as they live.
 
-    Host copies that an activation store makes are counted apart, by the same rule.
+    Host buffers that an activation store uses are counted apart, by the same rule: one counts from the first copy into
+    it that counts, for as long as it exists.
 
     Args:
         keep: which tensors count; a storage counts as soon as one tensor on it does.
@@ -55,8 +56,9 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self._keep = keep
         self._device, self._host = _Side(), _Side()
-        self._side = self._device
-        self._putting = patch.object(ActivationStore, "put", self._put_of(ActivationStore.put))
+        # Which storages are host buffers: the pool hands them out, new or used.
+        self._buffers: dict[int, weakref.ref[Any]] = {}
+        self._getting = patch.object(HostBuffers, "get", self._get_of(HostBuffers.get))
 
     @property
     def live(self) -> int:
@@ -74,12 +76,12 @@ class StorageTracker(TorchDispatchMode):
         return self._host.peak
 
     def __enter__(self) -> StorageTracker:
-        self._putting.start()
+        self._getting.start()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._putting.stop()
+        self._getting.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -90,16 +92,19 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        # A host copy stays one: on a CPU what is reloaded is the copy itself.
         if storage.nbytes() and storage not in self._device and storage not in self._host:
-            self._side.add(storage)
+            buffer = self._buffers.get(storage._cdata, lambda: None)()
+            (self._device if buffer is None else self._host).add(storage)
 
-    def _put_of(self, put: Callable[[ActivationStore, Tensor], Any]) -> Callable[[ActivationStore, Tensor], Any]:
-        def on_the_host(store: ActivationStore, tensor: Tensor) -> Any:
-            self._side = self._host
-            try:
-                return put(store, tensor)
-            finally:
-                self._side = self._device
+    def _get_of(self, get: Callable[..., HostBuffer]) -> Callable[..., HostBuffer]:
+        def get_and_note(buffers: HostBuffers, nbytes: int, allocate: Callable[[int], Tensor]) -> HostBuffer:
+            buffer = get(buffers, nbytes, lambda n: self._noted(allocate(n)))
+            self._noted(buffer.memory)
+            return buffer
 
-        return on_the_host
+        return get_and_note
+
+    def _noted(self, memory: Tensor) -> Tensor:
+        storage = memory.untyped_storage()
+        self._buffers[storage._cdata] = weakref.ref(storage)
+        return memory

@@ -27,6 +27,8 @@ ROWS = [
     {"joining", "recompute"},
     {"chunked_tensor"},
     {"offload"},
+    {"stored_activation"},
+    {"host_buffers"},
     {"streams"},
     {"arguments"},
     {"block_buffers", "patterns", "plans", "recorders", "report", "selective", "trees"},

@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_chunkmbs.arguments import CutRule
 from lightning_chunkmbs.block import block_settings
-from lightning_chunkmbs.offload import ActivationStore, HostActivation
+from lightning_chunkmbs.offload import ActivationStore
 from lightning_chunkmbs.report import StepCounter
+from lightning_chunkmbs.stored_activation import StoredActivation
 from tests.chunking import (
     Twins,
     again,
@@ -45,12 +46,12 @@ class Layer(nn.Module):
         return hidden
 
 
-def record_puts(store: ActivationStore) -> list[tuple[Tensor, HostActivation]]:
+def record_puts(store: ActivationStore) -> list[tuple[Tensor, StoredActivation]]:
     """Record what is put into a store from now on."""
     puts, put = [], store.put
 
-    def recording(tensor: Tensor) -> HostActivation:
-        puts.append((tensor, put(tensor)))
+    def recording(tensor: Tensor, **how: bool) -> StoredActivation:
+        puts.append((tensor, put(tensor, **how)))
         return puts[-1][1]
 
     store.put = recording  # type: ignore[method-assign]
@@ -79,7 +80,7 @@ def test_host_copies_have_storage_of_their_own(batch_dim: int) -> None:
     twins, x = make_twins(Layer(), chunk_mbs=2, offload=True, batch_dim=batch_dim), leaf(5, 5, 6)
     puts = record_puts(twins.store)
     output = twins.block(x)
-    hosts = [handle.host for _, handle in puts]
+    hosts = [handle.host() for _, handle in puts]
     chunks = x.detach().split(2, batch_dim)[::-1]  # the last chunk runs first
     for host, part in zip(hosts, chunks, strict=True):
         assert torch.equal(host, part)

@@ -146,6 +146,40 @@ def test_yaml_with_a_value_out_of_bounds_gets_our_text() -> None:
         build(config)
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"host_memory_gb": -1},
+            ValueError,
+            r"host_memory_gb must be 0 or more, but got -1; leave it out for no limit",
+        ),
+        ({"host_memory_gb": float("nan")}, ValueError, r"host_memory_gb must be 0 or more, but got nan"),
+        ({"host_memory_gb": "4"}, TypeError, r"host_memory_gb must be a number of GB or null, but got '4' \(str\)"),
+        ({"host_memory_gb": True}, TypeError, r"host_memory_gb must be a number of GB or null, but got True"),
+        ({"min_bytes": -1}, ValueError, r"ActivationOffloadPlan.min_bytes must be at least 0, but got -1"),
+        ({"min_bytes": None}, TypeError, r"ActivationOffloadPlan.min_bytes must be an integer, but got None"),
+        ({"prefetch_bytes": -1}, ValueError, r"ActivationOffloadPlan.prefetch_bytes must be at least 0, but got -1"),
+        ({"prefetch_bytes": 1.5}, TypeError, r"ActivationOffloadPlan.prefetch_bytes must be an integer, but got 1.5"),
+        ({"pin_memory": 1}, TypeError, r"ActivationOffloadPlan.pin_memory must be true or false, but got 1"),
+        ({"stream_hidden_states": None}, TypeError, r"stream_hidden_states must be true or false, but got None"),
+    ],
+)
+def test_offload_plan_errors(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ActivationOffloadPlan(apply_modules=["a.{*}"], **fields)
+
+
+def test_offload_plan_from_yaml() -> None:
+    settings = "host_memory_gb: 1\n  min_bytes: 2\n  prefetch_bytes: 3\n  pin_memory: false"
+    plan = build(
+        parse(f"activation_offload_plan:\n  apply_modules: ['a.{{*}}']\n  {settings}\n")
+    ).activation_offload_plan
+    expected = {"host_memory_gb": 1.0, "min_bytes": 2, "prefetch_bytes": 3, "pin_memory": False}
+    assert plan == ActivationOffloadPlan(apply_modules=["a.{*}"], **expected)
+    assert ActivationOffloadPlan(apply_modules=["a.{*}"]).prefetch_bytes is None
+
+
 @pytest.mark.parametrize("cls", [*PLANS, FSDPPlan])
 def test_help_documents_every_field(cls: type) -> None:
     result = jsonargparse.ArgumentParser()
@@ -311,8 +345,6 @@ def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None
     [
         (ChunkMBSPlan, "packed_kwarg_names"),
         (ChunkMBSPlan, "chunk_tokens"),
-        (ActivationOffloadPlan, "host_memory_gb"),
-        (ActivationOffloadPlan, "stream_hidden_states"),
         (FSDPPlan, "param_dtype"),
         (FSDPPlan, "replicate_size"),
     ],
