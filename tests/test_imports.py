@@ -25,6 +25,8 @@ ROWS = [
     {"fsdp2"},
     {"block"},
     {"chunked_tensor"},
+    {"host_functions"},
+    {"host_tensor"},
     {"offload"},
     {"streams"},
     {"arguments"},
