@@ -26,6 +26,8 @@ ROWS = [
     {"block"},
     {"joining", "recompute"},
     {"chunked_tensor"},
+    {"host_functions"},
+    {"host_tensor"},
     {"offload"},
     {"stored_activation"},
     {"host_buffers"},
