@@ -102,6 +102,8 @@ class AppliedModel:
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
         self.store = store
         self._cuts = Cuts()
+        offload_plan = plans.activation_offload_plan
+        self._streams = offload_plan is not None and offload_plan.stream_hidden_states
         save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
         for name, block in self.blocks.items():
@@ -136,6 +138,7 @@ class AppliedModel:
             buffers=BlockBuffers(block),
             cuts=self._cuts,
             save_ops=self._save_ops,
+            stream=store.put if store is not None and self._streams else None,
             last=name == list(self.blocks)[-1],
         )
         make_chunked(block, settings)

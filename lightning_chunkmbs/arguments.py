@@ -65,8 +65,8 @@ class _Argument:
 
 Template = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Cuts a tensor along a dimension into pieces of the given sizes. With them comes what each piece passes through, by its
-# index, when all pieces have gone through the block's gather together; None if nothing.
+# Cuts a tensor along a dimension into pieces of the given sizes. With them comes what each piece, by its index, passes
+# through when its chunk is run; None if nothing.
 Cut = Callable[[Tensor, tuple[int, ...], int], tuple[tuple[Tensor, ...], "Callable[[int, Tensor], Tensor] | None"]]
 
 
@@ -89,7 +89,7 @@ class CutCall:
         pieces: for each tensor argument its chunks, or the one tensor that all chunks share.
         entry: index in ``pieces`` of the entry activation, the tensor that recomputation starts from; None if no
             tensor needs a gradient.
-        rejoins: for each tensor argument what its pieces pass through when they are replaced.
+        rejoins: for each tensor argument what a piece passes through when its chunk is run; None if nothing.
     """
 
     template: Template
@@ -110,13 +110,13 @@ class CutCall:
 
     def replace(self, tensors: Iterator[Tensor]) -> None:
         """Take new pieces from ``tensors``, in the order of :attr:`tensors`."""
-        for index, (pieces, rejoin) in enumerate(zip(self.pieces, self.rejoins, strict=True)):
-            new = [next(tensors) for _ in pieces]
-            self.pieces[index] = tuple(new if rejoin is None else map(rejoin, range(len(new)), new))
+        self.pieces = [tuple(next(tensors) for _ in pieces) for pieces in self.pieces]
 
     def chunk(self, i: int) -> list[Tensor]:
         """Return the tensors of chunk ``i``, one for each tensor argument."""
-        return [pieces[i] if len(pieces) > 1 else pieces[0] for pieces in self.pieces]
+        found = [pieces[i] if len(pieces) > 1 else pieces[0] for pieces in self.pieces]
+        # Here and not for all pieces at once: autograd runs last what was made first.
+        return [t if rejoin is None else rejoin(i, t) for t, rejoin in zip(found, self.rejoins, strict=True)]
 
 
 def cut_call(

@@ -13,11 +13,6 @@ one micro-batch: they see its arguments and its joined output, once.
 [Note: reverse order]
 The chunks run last to first. Autograd runs the nodes made last first, so backward visits the chunks first to last and
 gradients add up in the order of sequential accumulation.
-
-[Note: inputs without gradients]
-FSDP2 knows that a block's backward is over when the gradients of its inputs are there. Where no input needs one (token
-ids, the output of a frozen embedding), the outputs of the chunks are tied to an empty tensor that passes through the
-gather as an input. Its node was made before those of the chunks, so autograd runs it when they are done.
 """
 
 from __future__ import annotations
@@ -32,11 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
 from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache
 from .block_buffers import BlockBuffers
 from .chunked_tensor import Cuts
+from .host_functions import load
+from .host_tensor import HostTensor, Put
 from .joining import OutputJoin
 from .offload import ActivationStore
 from .recompute import NOTHING, Contexts, Run
@@ -44,7 +40,8 @@ from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
 from .selective import SaveOps
 from .stored_activation import version
-from .trees import map_tree, tree_leaves
+from .ties import knots_for, tie
+from .trees import tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
 
@@ -92,6 +89,7 @@ class BlockSettings:
         buffers: the block's buffers.
         cuts: remembers of which chunks the model's batches are made; shared by its blocks.
         save_ops: operators whose results are kept and not computed again.
+        stream: moves outputs of chunks to the host until they are needed; None leaves them on the device.
         last: whether the block runs last. The chunk that it runs last is needed first in backward and does not travel.
     """
 
@@ -108,6 +106,7 @@ class BlockSettings:
     writes_entry: bool = True
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
     cuts: Cuts = field(default_factory=Cuts)
+    stream: Put | None = None
     last: bool = False
     save_ops: SaveOps | None = None
 
@@ -177,18 +176,16 @@ def run_block(
         settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
 
     dim = settings.rule.batch_dim if settings.rule else 0
-    joins = [OutputJoin(settings.name, cut.sizes, dim, settings.cuts) for cut in cuts]
+    joins = [OutputJoin(settings.name, cut.sizes, dim, settings.cuts, settings.stream) for cut in cuts]
     tensors = [tensor for cut in cuts for tensor in cut.tensors]
-    untied = torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)
-    knots = [torch.empty(0, device=_device(block, tensors), requires_grad=True)] if untied else []
 
     def body(tensors: list[Tensor]) -> list[list[tuple[Any, Recorded]]]:
         pieces = iter(tensors)
         for cut in cuts:
             cut.replace(pieces)
-        return _run_chunks(settings, calls, cuts, joins, partial(_tie, list(pieces)))
+        return _run_chunks(settings, calls, cuts, joins, partial(tie, list(pieces)))
 
-    chunks = settings.gather(block, body, tensors + knots)
+    chunks = settings.gather(block, body, tensors + knots_for(block, tensors))
     outputs = []
     for call, join, results in zip(calls, joins, chunks, strict=True):
         output, recorded = hand_out(_join(settings, join, results))
@@ -210,29 +207,6 @@ def _join(settings: BlockSettings, join: OutputJoin, results: list[tuple[Any, Re
     # What is recorded has the samples first, be it one row for each ([batch, ...]) or many ([tokens, experts]).
     joined = {key: [torch.cat(parts) for parts in zip(*(r[key] for r in recorded), strict=True)] for key in recorded[0]}
     return output, joined
-
-
-def _device(block: nn.Module, tensors: list[Tensor]) -> torch.device:
-    return next((t.device for t in (*block.parameters(), *tensors)), torch.device("cpu"))
-
-
-class _Tie(Function):
-    """Makes a tensor depend on a knot as well (see [Note: inputs without gradients])."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, knot: Tensor) -> Tensor:
-        return value.new_empty(0).set_(value)  # type: ignore[call-overload]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], torch.zeros(0, device=grads[0].device)
-
-
-def _tie(knots: list[Tensor], output: Any) -> Any:
-    def tie(leaf: Any, _path: str) -> Any:
-        return _Tie.apply(leaf, knots[0]) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-    return map_tree(tie, output) if knots else output
 
 
 def run_idle_block(block: nn.Module) -> Tensor:
@@ -269,7 +243,7 @@ def _run_chunks(
     calls: Sequence[BlockCall],
     cuts: list[CutCall],
     joins: list[OutputJoin],
-    tie: Callable[[Any], Any],
+    tied: Callable[[Any], Any],
 ) -> list[list[tuple[Any, Recorded]]]:
     """Run all chunks, last to first (see [Note: reverse order]), and return their results first to last."""
     results: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
@@ -277,7 +251,7 @@ def _run_chunks(
         for i in reversed(range(cut.chunks)):
             kept = settings.last and k == i == 0
             output, recorded = call.run(partial(taking_off, partial(_run_chunk, settings, cut, i, keep=kept)))
-            results[k][i] = join.place(i, tie(output)), recorded
+            results[k][i] = join.place(i, tied(output)), recorded
     return results
 
 
@@ -314,7 +288,8 @@ def _contexts(settings: BlockSettings) -> Contexts:
 
 
 def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor]) -> Any:
-    args, kwargs = fill(template, values)
+    # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
+    args, kwargs = fill(template, [load(value) for value in values])
     return settings.forward(*args, **kwargs)
 
 
@@ -324,6 +299,8 @@ def _dense(tensor: Tensor) -> Tensor:
     A slice along a later dimension has gaps. Recomputation from a copy without them would run other kernels, and
     ``checkpoint`` refuses what these save.
     """
+    if isinstance(tensor, HostTensor):
+        return tensor
     alike = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor if alike else tensor.clone()
 

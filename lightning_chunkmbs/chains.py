@@ -15,9 +15,9 @@ they enter their block, and what has come back there goes on into that part, whi
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,22 +28,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block import BlockCall
 from .guards import walk
+from .host_functions import grad_to_host
+from .host_tensor import HostTensor
 from .trees import map_tree, tree_leaves
 
 
 class _Exit:
     """A tensor that a block call has handed out, and the gradient that has reached it."""
 
-    __slots__ = ("__weakref__", "call", "grad", "root")
+    __slots__ = ("__weakref__", "_away", "call", "grad", "root")
 
     def __init__(self, call: _Call, output: Tensor) -> None:
         self.call = call
         self.grad: Tensor | None = None
+        # Where the output waits on the host, so does its gradient.
+        self._away: Callable[[Tensor], Tensor] | None = None
+        if isinstance(output, HostTensor):
+            self._away = partial(grad_to_host, sizes=output.sizes, dim=output.parts_dim, put=output.put_fn)
         # In place of the output, which is a hidden state: nothing needs its values any more.
         self.root: Tensor = _Root.apply(output, self)
 
     def collect(self, grad: Tensor) -> None:
-        self.grad = grad if self.grad is None else self.grad + grad
+        total = grad if self.grad is None else self.grad + grad
+        self.grad = total if self._away is None else self._away(total)
 
     def take(self) -> Tensor | None:
         grad, self.grad = self.grad, None
@@ -201,7 +208,7 @@ class BlockCalls:
             arguments = (c.args, c.kwargs)
             nodes = {n for n in walk(_grad_tensors(arguments)) if not self.is_cut(n) and not hasattr(n, "variable")}
             if not self._ahead.isdisjoint(nodes):
-                c.args, c.kwargs = map_tree(functools.partial(self._cut_entry, call, {}), arguments)
+                c.args, c.kwargs = map_tree(partial(self._cut_entry, call, {}), arguments)
             self._ahead |= nodes
 
     def _cut_entry(self, call: _Call, done: dict[int, Tensor], value: Any, _path: str) -> Any:

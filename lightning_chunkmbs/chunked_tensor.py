@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .host_functions import split
+from .host_tensor import HostTensor
+
 # Brings a piece back into the graph of its batch, behind whatever saw all pieces at once.
 Rejoin = Callable[[int, Tensor], Tensor]
 
@@ -132,6 +135,8 @@ class Cuts:
         known = self._known(whole, sizes, dim)
         if known is not None:
             return known, None
+        if isinstance(whole, HostTensor) and whole.is_cut(sizes, dim):
+            return split(whole, sizes, dim), None
         if not (torch.is_grad_enabled() and whole.requires_grad):
             return whole.split(sizes, dim), None
         gradient = _Gradient(whole, sizes, dim)

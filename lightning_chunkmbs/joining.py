@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .chunked_tensor import Assembly, Cuts
+from .host_functions import join, stash
+from .host_tensor import HostTensor, Put
 from .trees import map_tree, tree_leaves
 
 
@@ -23,10 +25,18 @@ class OutputJoin:
         sizes: samples of each chunk.
         batch_dim: dimension to join along.
         cuts: remembers of which chunks a batch was made; None: nobody will ask.
+        stream: moves tensors that need a gradient to the host; None: they stay on the device.
     """
 
-    def __init__(self, block: str, sizes: Sequence[int], batch_dim: int, cuts: Cuts | None = None) -> None:
-        self._block, self._sizes, self._dim, self._cuts = block, tuple(sizes), batch_dim, cuts
+    def __init__(
+        self,
+        block: str,
+        sizes: Sequence[int],
+        batch_dim: int,
+        cuts: Cuts | None = None,
+        stream: Put | None = None,
+    ) -> None:
+        self._block, self._sizes, self._dim, self._cuts, self._stream = block, tuple(sizes), batch_dim, cuts, stream
         self._paths: list[str] | None = None
         self._assemblies: dict[str, Assembly] = {}
 
@@ -39,7 +49,7 @@ class OutputJoin:
                 chunks' in another dimension, dtype or device.
         """
         if len(self._sizes) < 2:
-            return output
+            return output if self._stream is None else map_tree(self._put_away, output)
         paths = [path for path, _ in tree_leaves(output)]
         if self._paths is None:
             self._paths = paths
@@ -64,6 +74,8 @@ class OutputJoin:
                 f"{self._block}: an output tensor of a block that is cut has its chunk's size along batch_dim="
                 f"{self._dim}; output{path} ({value.dtype}) has shape {tuple(value.shape)} for a chunk of {size}."
             )
+        if self._stream is not None and value.requires_grad:
+            return stash(value, self._stream)
         assembly = self._assemblies.setdefault(path, Assembly(self._sizes, self._dim))
         if not assembly.fits(value):
             raise ValueError(
@@ -71,6 +83,11 @@ class OutputJoin:
                 f"output{path} of one chunk is {tuple(value.shape)} ({value.dtype}), which does not fit the others'."
             )
         return assembly.place(i, value)
+
+    def _put_away(self, value: Any, _path: str) -> Any:
+        if self._stream is None or not isinstance(value, Tensor) or not value.requires_grad or value.ndim == 0:
+            return value
+        return stash(value, self._stream)
 
     def join(self, outputs: Sequence[Any]) -> Any:
         """Return the joined output; ``outputs`` are those that :meth:`place` returned, in the order of the batch."""
@@ -96,7 +113,12 @@ class OutputJoin:
             raise TypeError(
                 f"{self._block}: output{path} is {' and '.join(kinds)} in different chunks, which cannot be joined."
             )
-        whole = self._assemblies[path].whole(values)
+        if all(isinstance(value, HostTensor) for value in values):
+            whole: Tensor = join(values, self._dim)
+        elif path in self._assemblies:
+            whole = self._assemblies[path].whole(values)
+        else:
+            whole = torch.cat(values, self._dim)
         if self._cuts is not None and whole.requires_grad:
             self._cuts.remember(whole, self._dim, values)
         return whole

@@ -305,8 +305,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...] | None:
-    try:
-        place = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None  # a wrapper without memory of its own, which asking for an address may fill
+    place = tensor.data_ptr()
     return (place, tensor.shape, tensor.stride(), tensor.dtype) if place else None

@@ -87,7 +87,8 @@ class StorageTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             # Subclasses (DTensor) have no storage of their own.
-            if type(tensor) in (Tensor, torch.nn.Parameter) and self._keep(tensor):
+            own = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+            if own and self._keep(tensor):
                 self._add(tensor.untyped_storage())
         return result
 

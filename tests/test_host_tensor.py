@@ -210,7 +210,13 @@ def test_what_needs_no_values_loads_nothing():
     host = FakeHost()
     h = hollow(VALUES.clone().requires_grad_() * 2, host)
     assert (h.shape, h.size(0), h.ndim, len(h), h.stride()) == ((4, 6), 4, 2, 4, (6, 1))
-    assert (h.dtype, h.device.type, h.is_floating_point(), h.numel(), h.element_size()) == (torch.float32, "cpu", 1, 24, 4)
+    assert (h.dtype, h.device.type, h.is_floating_point(), h.numel(), h.element_size()) == (
+        torch.float32,
+        "cpu",
+        1,
+        24,
+        4,
+    )
     assert torch.is_tensor(h)
     assert isinstance(h, Tensor)
     assert h.requires_grad

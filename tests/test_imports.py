@@ -24,7 +24,7 @@ ROWS = [
     {"groups"},
     {"fsdp2"},
     {"block"},
-    {"joining", "recompute"},
+    {"joining", "recompute", "ties"},
     {"chunked_tensor"},
     {"host_functions"},
     {"host_tensor"},
