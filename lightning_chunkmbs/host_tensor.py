@@ -10,7 +10,8 @@ The first operation that needs values loads them into one device tensor, which s
 join for each operation, what is written in place to a view would be lost. Aliases share it for the same reason.
 [Note: not compiled]
 Under ``torch.compile`` every Python function that runs, also below an operation, is traced. What moves values must not
-be, hence ``torch.compiler.disable``: a compiled function that is given a HostTensor has a graph break where it joins.
+be, hence ``torch.compiler.disable``. A compiled function that is given a HostTensor runs uncompiled from where it uses
+it (functions that it calls with plain tensors are compiled), and one with ``fullgraph=True`` raises.
 """
 
 from __future__ import annotations
