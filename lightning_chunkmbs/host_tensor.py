@@ -139,7 +139,8 @@ class HostTensor(Tensor):
         """
         if isinstance(tensor, HostTensor) and tensor.untouched:
             return cls(_Values(tensor.parts, tensor.parts_dim, put), tensor.shape, tensor.stride())
-        tensor = tensor.whole() if isinstance(tensor, HostTensor) else tensor.detach()
+        # A copy of what was joined: torch does not count changes of it, so that none would be noticed if it is kept.
+        tensor = tensor.load() if isinstance(tensor, HostTensor) else tensor.detach()
         part = put(tensor)
         values = _Values([_Kept(part) if isinstance(part, Tensor) else part], 0, put)
         return cls(values, tensor.shape, torch.empty_like(tensor, device="meta").stride())

@@ -79,6 +79,21 @@ def test_a_kept_tensor_changed_in_place_is_an_error():
         h.load()
 
 
+@pytest.mark.parametrize("keep", [0, 2])
+def test_putting_away_a_host_tensor(keep):
+    host = FakeHost()
+    h = hollow(VALUES, host)
+    again = HostTensor.put_away(h, host.put)
+    assert again.parts == h.parts
+    h += 1
+    touched = HostTensor.put_away(h, FakeHost(keep).put)
+    both = HostTensor.cat([h, again], 0)
+    h += 1
+    assert torch.equal(again, VALUES)
+    assert torch.equal(touched, VALUES + 1)
+    assert torch.equal(both, torch.cat([VALUES + 1, VALUES]))
+
+
 def test_joining_frees_parts_one_by_one():
     host, seen = FakeHost(), []
     h = hollow(VALUES, host)
