@@ -8,6 +8,10 @@ memory. Everything happens below autograd (``__torch_dispatch__``), so for autog
 [Note: joined for good]
 The first operation that needs values loads them into one device tensor, which stays: later operations use it. With a
 join for each operation, what is written in place to a view would be lost. Aliases share it for the same reason.
+[Note: not compiled]
+Under ``torch.compile`` every Python function that runs, also below an operation, is traced. What moves values must not
+be, hence ``torch.compiler.disable``. A compiled function that is given a HostTensor runs uncompiled from where it uses
+it (functions that it calls with plain tensors are compiled), and one with ``fullgraph=True`` raises.
 """
 
 from __future__ import annotations
@@ -59,11 +63,11 @@ class _Kept:
     """A part that stays on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor, _version(tensor)
         self.shape, self.dtype, self.device, self.nbytes = tensor.shape, tensor.dtype, tensor.device, tensor.nbytes
 
     def load(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if _version(self._tensor) != self._version:
             raise RuntimeError(
                 f"A tensor of shape {tuple(self.shape)} that waits for a later block or for backward has been modified "
                 f"by an inplace operation since. Write x = x + y in place of x += y where a block's output is changed."
@@ -125,10 +129,8 @@ class HostTensor(Tensor):
         self._held = values
         return self
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
     @classmethod
+    @torch.compiler.disable  # see [Note: not compiled]
     def put_away(cls, tensor: Tensor, put: Put) -> HostTensor:
         """Return a HostTensor of one part: the values of ``tensor`` (any shape and dtype), moved by ``put``.
 
@@ -137,7 +139,8 @@ class HostTensor(Tensor):
         """
         if isinstance(tensor, HostTensor) and tensor.untouched:
             return cls(_Values(tensor.parts, tensor.parts_dim, put), tensor.shape, tensor.stride())
-        tensor = tensor.whole() if isinstance(tensor, HostTensor) else tensor.detach()
+        # A copy of what was joined: torch does not count changes of it, so that none would be noticed if it is kept.
+        tensor = tensor.load() if isinstance(tensor, HostTensor) else tensor.detach()
         part = put(tensor)
         values = _Values([_Kept(part) if isinstance(part, Tensor) else part], 0, put)
         return cls(values, tensor.shape, torch.empty_like(tensor, device="meta").stride())
@@ -161,7 +164,7 @@ class HostTensor(Tensor):
     @property
     def untouched(self) -> bool:
         """Whether the values are still those of the parts: nothing has joined them or written to them."""
-        return self._held.whole is None and (self.is_inference() or self._version == 0)
+        return self._held.whole is None and _version(self) == 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -217,6 +220,7 @@ class HostTensor(Tensor):
         self._held.pour(target, drop=True)
 
     # Made outside inference mode, since it may be written to outside as well.
+    @torch.compiler.disable
     @torch.inference_mode(False)
     @torch.no_grad()
     def _loaded(self, *, drop: bool) -> Tensor:
@@ -232,12 +236,14 @@ class HostTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @torch.compiler.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], HostTensor) else None
         if func is _aten.detach_.default:
-            return args[0]
-        if func in _ALIASES or (func in _VIEWS and tuple(args[1]) == tuple(args[0].shape)):
-            return cls(args[0]._held, args[0].shape, args[0].stride())
-        if torch.Tag.inplace_view in func.tags:
+            return first
+        if first is not None and (func in _ALIASES or (func in _VIEWS and first.shape == tuple(args[1]))):
+            return cls(first._held, first.shape, first.stride())
+        if first is not None and torch.Tag.inplace_view in getattr(func, "tags", ()):
             raise RuntimeError(
                 f"{func} changes the shape of a block's output in place, and this output waits on the host. Write "
                 f"x = x.t() in place of x.t_(), x = x.unsqueeze(0) in place of x.unsqueeze_(0), and so on."
@@ -252,17 +258,20 @@ class HostTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
         values = new._held if isinstance(new, HostTensor) else _Values.of(new.detach(), self.put_fn)
         # This sets shape, strides and dtype. As with any tensor, aliases keep the former values.
-        torch._C.TensorBase.data.__set__(self, HostTensor(values, new.shape, new.stride()))  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, HostTensor(values, new.shape, new.stride()))  # type: ignore[attr-defined]
         self._held = values
 
     def _plain(self) -> Tensor:
         return self.whole().detach().requires_grad_(self.requires_grad)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         if not self.is_leaf:
@@ -292,6 +301,11 @@ class HostTensor(Tensor):
         return self.whole().untyped_storage()
 
 
+def _version(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; torch does not count it in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
@@ -299,13 +313,14 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 def _run_dense(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the joined values."""
     given: dict[int, HostTensor] = {}
+    name = getattr(func, "overloadpacket", None)  # higher-order operators have none
 
     def dense(value: Any, _path: str) -> Any:
         if not isinstance(value, HostTensor):
             return value
-        if func.overloadpacket in _NEW:
+        if name in _NEW:
             return torch.empty(0, dtype=value.dtype, device=value.device)
-        if func.overloadpacket in _LIKE:
+        if name in _LIKE:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         given.setdefault(id(value.whole()), value)
         return value.whole()

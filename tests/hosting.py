@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from lightning_chunkmbs.host_functions import join, stash
 from lightning_chunkmbs.host_tensor import HostTensor
@@ -51,6 +52,22 @@ class FakeHost:
             return tensor
         self.puts += 1
         return FakePart(self, tensor)
+
+
+class Through(Function):
+    """Returns its inputs, as FSDP2's Function does."""
+
+    @staticmethod
+    def forward(group, *inputs):
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *grads
 
 
 def hollow(tensor: Tensor, host: FakeHost, sizes: tuple[int, ...] = (1, 2, 1), dim: int = 0) -> HostTensor:

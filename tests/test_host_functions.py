@@ -11,13 +11,20 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_chunkmbs.host_functions import grad_to_host, join, load, split, stash
 from lightning_chunkmbs.host_tensor import HostTensor
-from tests.hosting import FakeHost, hollow
+from tests.hosting import FakeHost, Through, hollow
 from tests.storage_tracker import StorageTracker
-from tests.test_host_tensor import Through
 
 torch.manual_seed(0)
 VALUES = torch.randn(4, 6)
 GRAD = torch.randn(4, 6)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Probe(Function):
