@@ -192,7 +192,7 @@ class ActivationStore:
             self._sources.popleft().release()
         activation.buffer = buffer = self._buffers.get(activation.nbytes, lambda n: self._allocate(lane, n))
         compute = lane.streams.compute()
-        lane.out.wait(compute.record())
+        self._wait_for_compute(lane.out, compute)
         self._wait_for_buffer(lane, buffer)
         lane.out.copy(activation.host(), tensor)
         buffer.filled, buffer.read = lane.out.record(), None
@@ -202,6 +202,9 @@ class ActivationStore:
         if wait:
             held.release()
         self._release_done()
+
+    def _wait_for_compute(self, stream: Stream, compute: Stream) -> None:
+        stream.wait(compute.record())
 
     def _wait_for_buffer(self, lane: _Lane, buffer: HostBuffer) -> None:
         for event in (buffer.filled, buffer.read):
@@ -253,7 +256,7 @@ class ActivationStore:
             activation.shape, activation.stride, dtype=activation.dtype, device=activation.device
         )
         lane.back.wait(buffer.filled)
-        lane.back.wait(compute.record())
+        self._wait_for_compute(lane.back, compute)
         lane.back.copy(tensor, activation.host())
         buffer.read = lane.back.record()
         self._counter.add("reloaded_bytes", activation.nbytes)
