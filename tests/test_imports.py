@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
     {"apply"},
     {"checks"},
     {"lockstep"},
@@ -22,13 +22,13 @@ ROWS = [
     {"guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated"},
     {"groups"},
-    {"fsdp2"},
+    {"fsdp2", "host_parameters"},
     {"block"},
     {"chunked_tensor"},
     {"offload"},
     {"streams"},
     {"arguments"},
-    {"block_buffers", "patterns", "plans", "recorders", "report", "trees"},
+    {"block_buffers", "dtypes", "patterns", "plans", "recorders", "report", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
