@@ -14,9 +14,10 @@ from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_structure
 from .chunked_tensor import Cuts
+from .dtypes import Dtypes
 from .fsdp2 import initialize
 from .groups import Agree, gather_around, make_agree, shard
-from .materialize import materialize
+from .materialize import materialize, move
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
@@ -82,14 +83,18 @@ class AppliedModel:
 
     Attributes:
         plans: what was asked for.
+        dtypes: dtypes of shards, gathered parameters and reduction.
         sharded: its FSDP2 groups, through which steps run.
         replicated: parameters that every rank holds whole.
         blocks: its blocks by name, in definition order.
         agree: agrees with the other ranks on the next block; None if they surely call the same ones.
     """
 
-    def __init__(self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter) -> None:
+    def __init__(
+        self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter, dtypes: Dtypes | None = None
+    ) -> None:
         self.plans = plans
+        self.dtypes = dtypes = dtypes or Dtypes()
         self.mesh = mesh
         self.counter = counter
         self._root = root
@@ -97,7 +102,7 @@ class AppliedModel:
         names = _resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
-        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh)
+        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
         self._log(names)
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
         self.store = store
@@ -118,6 +123,8 @@ class AppliedModel:
             mesh,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             forward_prefetch=fsdp_plan.forward_prefetch,
+            dtypes=dtypes,
+            cpu_offload=fsdp_plan.cpu_offload,
         )
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
         self.replicated = ReplicatedParameters(root, mesh)
@@ -159,7 +166,9 @@ class AppliedModel:
             self.replicated.broadcast()  # a configure_model may have set them anew
             return
         materialize(self._root, device)
-        self._root.to(device)
+        move(self._root, device)
+        if self.dtypes.shards is not None:
+            self._root.to(self.dtypes.shards)
         initialize(self._root)
         self.replicated.broadcast()
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.

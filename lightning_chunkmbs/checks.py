@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -11,11 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from .dtypes import Dtypes
 from .fsdp2 import group_mesh
 
 
 def check_structure(
-    root: nn.Module, blocks: Mapping[str, nn.Module], further: Mapping[str, nn.Module], mesh: DeviceMesh
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    further: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    dtypes: Dtypes,
 ) -> None:
     """Refuse modules that cannot be chunked or sharded as asked.
 
@@ -24,10 +29,11 @@ def check_structure(
         blocks: its blocks by name.
         further: modules outside blocks that get groups of their own, by name.
         mesh: 1-dimensional data-parallel mesh.
+        dtypes: dtypes of the model.
 
     Raises:
         TypeError: a module is wrapped in a way that hides its blocks.
-        ValueError: groups of the model contradict those asked for, or share parameters.
+        ValueError: groups of the model contradict those asked for, share parameters, or train several dtypes.
     """
     modules = dict(root.named_modules())
     for name, module in modules.items():
@@ -39,6 +45,9 @@ def check_structure(
     for name, module in modules.items():
         _check_mesh("block" if name in blocks else "module", name, module, mesh)
     _check_shared(root, {**blocks, **further})
+    if dtypes.shards is None:
+        made = {name: modules[name] for name in modules if name and isinstance(modules[name], FSDPModule)}
+        _check_dtypes(root, {**blocks, **further, **made})
 
 
 def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -85,24 +94,44 @@ def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module])
 
 def _check_shared(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:
     """Refuse a parameter that two groups would hold: FSDP2 shards it twice and the tie is lost."""
-    names = {module: name for name, module in groups.items()}
     owners: dict[int, tuple[str, str]] = {}
+    for group, name, parameter in _owned(root, groups):
+        owner, first = owners.setdefault(id(parameter), (group, name))
+        if owner != group and parameter.ndim:
+            raise ValueError(
+                f"A parameter belongs to one group, and '{first}' (in {owner}) is the same parameter as '{name}' (in "
+                f"{group}). Keep tied modules out of the plans, so that both are in the root group, or untie them."
+            )
+
+
+def _check_dtypes(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:
+    """Refuse a group that trains parameters of several dtypes: FSDP2 reduces their gradients together."""
+    firsts: dict[str, tuple[str, nn.Parameter]] = {}
+    for group, name, parameter in _owned(root, groups):
+        if not parameter.requires_grad or (parameter.ndim == 0 and not isinstance(parameter, DTensor)):
+            continue
+        first_name, first = firsts.setdefault(group, (name, parameter))
+        if first.dtype != parameter.dtype:
+            raise ValueError(
+                f"The trainable parameters of a group have one dtype, and in {group} '{first_name}' is {first.dtype} "
+                f"and '{name}' is {parameter.dtype}. Convert one of them, freeze it, or give its module a group of its "
+                f"own with fsdp_plan.apply_modules (outside blocks)."
+            )
+
+
+def _owned(root: nn.Module, groups: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield each parameter under each of its names, with the name of the group that would hold it."""
+    names = {module: name for name, module in groups.items()}
     seen: set[tuple[int, str]] = set()
 
-    def walk(module: nn.Module, prefix: str, group: str) -> None:
+    def walk(module: nn.Module, prefix: str, group: str) -> Iterator[tuple[str, str, nn.Parameter]]:
         group = names.get(module, group)
         if (id(module), group) in seen:
             return
         seen.add((id(module), group))
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owner, first = owners.setdefault(id(parameter), (group, prefix + name))
-            if owner != group and parameter.ndim:
-                raise ValueError(
-                    f"A parameter belongs to one group, and '{first}' (in {owner}) is the same parameter as "
-                    f"'{prefix + name}' (in {group}). Keep tied modules out of the plans, so that both are in the root "
-                    f"group, or untie them."
-                )
+            yield group, prefix + name, parameter
         for name, child in module.named_children():
-            walk(child, f"{prefix}{name}.", group)
+            yield from walk(child, f"{prefix}{name}.", group)
 
-    walk(root, "", "the root group")
+    yield from walk(root, "", "the root group")

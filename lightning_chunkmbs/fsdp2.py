@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
+from .dtypes import accumulate_in_fp32
 from .report import StepCounter
 
 _PARTS = (
@@ -87,6 +88,22 @@ def group_mesh(module: nn.Module) -> DeviceMesh | None:
 def initialize(root: nn.Module) -> None:
     """Make ``root`` the root of its groups now and not at the first call, which may be of one of its children."""
     fsdp_state(root)._lazy_init()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in param_groups(module):
+                _keep_reduce_dtype(group)
+
+
+def _keep_reduce_dtype(group: Any) -> None:
+    """Keep a ``reduce_dtype`` that FSDP2 drops where parameters compute in it: their gradients are fp32 here."""
+    if group._reduce_dtype is None:
+        group._reduce_dtype = group.mp_policy.reduce_dtype
+
+
+def host_shards(root: nn.Module) -> list[nn.Parameter]:
+    """Return the shards that CPU offload keeps on the host."""
+    groups = [g for module in root.modules() if isinstance(module, FSDPModule) for g in param_groups(module)]
+    return [param.sharded_param for group in groups for param in group.fsdp_params if param.offload_to_cpu]
 
 
 def take_hooks_off(module: nn.Module) -> None:
@@ -129,13 +146,35 @@ def gathered_params(module: nn.Module) -> list[Any]:
     return [p for group in param_groups(module) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
-def follow_requires_grad(module: nn.Module) -> None:
-    """Let gathered parameters require gradients where their shards do now.
+def follow_shards(module: nn.Module) -> None:
+    """Let gathered parameters require gradients where their shards do now, and add these up in fp32.
 
     FSDP2 looks once, at the first gather; freezing or toggling parameters later would have no effect.
+
+    Raises:
+        RuntimeError: a parameter was never gathered, or one was unfrozen whose dtype is not the group's.
     """
-    for param in gathered_params(module):
-        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+    for group in param_groups(module):
+        for param in group.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                raise RuntimeError(f"{param._param_fqn} has not been gathered where gradients are about to be made.")
+            param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+            accumulate_in_fp32(param._unsharded_param)
+        _follow_dtype(group)
+
+
+def _follow_dtype(group: Any) -> None:
+    """Note the dtype of a group of which FSDP2 knows none, since all of it was frozen."""
+    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    if trained and group._orig_dtype is None:
+        group._init_mp_dtypes()
+        _keep_reduce_dtype(group)
+    other = next((param for param in trained if param.orig_dtype != group._orig_dtype), None)
+    if other is not None:
+        raise RuntimeError(
+            f"The trainable parameters of a group have one dtype, {group._orig_dtype} here, and {other._param_fqn} "
+            f"({other.orig_dtype}) has been unfrozen. Convert it before training, or leave it frozen."
+        )
 
 
 def clear_shard_gradients(module: nn.Module, set_to_none: bool) -> None:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .fsdp2 import follow_requires_grad, fsdp_module, fsdp_state
+from .dtypes import Dtypes
+from .fsdp2 import follow_shards, fsdp_module, fsdp_state
 
 # Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
 Agree = Callable[[list[int]], list[int]]
@@ -40,6 +41,8 @@ def shard(
     *,
     reshard_after_forward: bool,
     forward_prefetch: int,
+    dtypes: Dtypes,
+    cpu_offload: bool,
 ) -> None:
     """Put each block, each further module and what is left of ``root`` into an FSDP2 group of its own.
 
@@ -52,14 +55,22 @@ def shard(
         mesh: 1-dimensional data-parallel mesh.
         reshard_after_forward: whether blocks are gathered again for backward.
         forward_prefetch: how many of the next blocks are gathered while one runs.
+        dtypes: dtypes of what is gathered and reduced.
+        cpu_offload: keep shards, their gradients and optimizer state on the host.
     """
     whole = {p for p in root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
-    for module in blocks:
+    # Pinned memory is an accelerator's: torch has none without.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    for module in (*blocks, *further, root):
         if not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
-    for module in (*further, root):
-        if not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward and module not in further and module is not root,
+                mp_policy=dtypes.policy(root=module is root),
+                offload_policy=offload,
+                ignored_params=whole,
+            )
     if forward_prefetch:
         for i, module in enumerate(blocks):
             fsdp_module(module).set_modules_to_forward_prefetch(
@@ -72,7 +83,7 @@ def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensor
     state = fsdp_state(module)
     with _no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
-        follow_requires_grad(module)
+        follow_shards(module)
     output = body(tensors)
     with _no_inference():
         return state._post_forward(module, (tensors,), output)

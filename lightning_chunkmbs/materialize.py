@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .fsdp2 import host_shards
+
 
 def materialize(root: nn.Module, device: torch.device) -> None:
     """Allocate and initialise on ``device`` every parameter and buffer of ``root`` that is on the meta device.
@@ -35,6 +37,16 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     _refuse_uninitialized(_on_any_rank(left))
 
 
+def move(root: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to ``device``, all but the shards that CPU offload keeps on the host."""
+    if not host_shards(root):
+        root.to(device)
+        return
+    for _, tensor in _tensors(root):
+        if not isinstance(tensor, DTensor):  # FSDP2 has put shards where they belong
+            tensor.data = tensor.data.to(device)
+
+
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
@@ -43,13 +55,15 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _allocate(root: nn.Module, device: torch.device) -> None:
     """Replace meta tensors by memory filled with NaN (or the least integer), by which uninitialised ones are known."""
     made: dict[int, Tensor] = {}
+    on_host = {id(shard) for shard in host_shards(root)}
     for module in root.modules():
         both: list[dict[str, Any]] = [module._parameters, module._buffers]
         for slots in both:
             for name, tensor in slots.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in made:
-                        made[id(tensor)] = _blank(tensor, device)
+                        place = torch.device("cpu") if id(tensor) in on_host else device
+                        made[id(tensor)] = _blank(tensor, place)
                     slots[name] = made[id(tensor)]
 
 

@@ -13,6 +13,8 @@ __all__ = ["ActivationOffloadPlan", "ChunkMBSPlan", "FSDPPlan", "RecomputePlan",
 
 _Plan = TypeVar("_Plan")
 
+DTYPES = ("bfloat16", "float32")  # those that a plan may name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkMBSPlan:
@@ -127,18 +129,36 @@ class FSDPPlan:
         apply_modules: patterns of further modules that get an FSDP2 group of their own; the blocks always have one.
         reshard_after_forward: free a block's gathered parameters after its forward; backward gathers them again.
         forward_prefetch: how many blocks ahead of the running one are gathered in forward.
+        param_dtype: dtype in which parameters are gathered and computed with, ``"bfloat16"`` or ``"float32"``; None:
+            that of the Trainer's precision.
+        reduce_dtype: dtype in which gradients are reduced; None: that of the Trainer's precision. They are added up in
+            float32 in any case.
+        output_dtype: dtype of the outputs of blocks and further groups; None leaves them as they are.
+        cast_forward_inputs: cast floating inputs of blocks and further groups, and floating tensors of batches, to the
+            dtype of computation. Targets and rotary tables are cast too.
+        cpu_offload: keep shards, their gradients and the optimizer's state in host memory; the optimizer steps there.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``forward_prefetch`` is negative, or ``apply_modules`` names a pattern twice.
+        ValueError: ``forward_prefetch`` is negative, a dtype is none of those above, or ``apply_modules`` names a
+            pattern twice.
     """
 
     apply_modules: list[str] = field(default_factory=list)
     reshard_after_forward: bool = True
     forward_prefetch: int = 1
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = False
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules, may_be_empty=True)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            _check_dtype(f"FSDPPlan.{name}", getattr(self, name))
+        _check_bool("FSDPPlan.cast_forward_inputs", self.cast_forward_inputs)
+        _check_bool("FSDPPlan.cpu_offload", self.cpu_offload)
         _check_bool("FSDPPlan.reshard_after_forward", self.reshard_after_forward)
         _check_int("FSDPPlan.forward_prefetch", self.forward_prefetch, least=0)
 
@@ -146,17 +166,7 @@ class FSDPPlan:
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
     ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens"}),
-    FSDPPlan: frozenset(
-        {
-            "param_dtype",
-            "reduce_dtype",
-            "output_dtype",
-            "cast_forward_inputs",
-            "cpu_offload",
-            "replicate_size",
-            "compile_blocks",
-        }
-    ),
+    FSDPPlan: frozenset({"replicate_size", "compile_blocks"}),
 }
 
 
@@ -278,6 +288,14 @@ def _check_int(what: str, value: object, *, least: int) -> None:
 def _check_bool(what: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{what} must be true or false, but got {value!r} ({type(value).__name__}).")
+
+
+def _check_dtype(what: str, value: object) -> None:
+    names = " or ".join(map(repr, DTYPES))
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{what} must be the name of a dtype, {names}, but got {value!r}; write it as a string.")
+    if value is not None and value not in DTYPES:
+        raise ValueError(f"{what} must be {names}, but got {value!r}; float16 would need its loss scaled.")
 
 
 def _check_once(where: str, items: list[Any]) -> None:

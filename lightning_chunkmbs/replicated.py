@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .dtypes import accumulate_in_fp32, set_gradient_dtype
+
 
 class ReplicatedParameters:
     """0-dim parameters: every rank holds them, and their gradients are averaged over the ranks.
@@ -33,14 +35,27 @@ class ReplicatedParameters:
         for parameter in self._parameters:
             dist.broadcast(parameter, source, group=self._group)
 
+    def accumulate_in_fp32(self) -> None:
+        """Let gradients add up in fp32 until :meth:`average_gradients`."""
+        for parameter in self._parameters:
+            accumulate_in_fp32(parameter)
+
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over the ranks with one all-reduce; a rank without a gradient counts as zero."""
+        """Average the gradients over the ranks with one all-reduce; a rank without a gradient counts as zero.
+
+        Afterwards they have the parameters' dtype, which optimizers expect.
+        """
         parameters = [p for p in self._parameters if p.requires_grad]
-        if not parameters or self._group.size() == 1:
-            return
+        if parameters and self._group.size() > 1:
+            self._average(parameters)
+        for parameter in parameters:
+            if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+                set_gradient_dtype(parameter, parameter.dtype)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
         used = [p.grad is not None for p in parameters]
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p, dtype=p.grad_dtype) for p in parameters]
         flat = torch.stack([g.double() for g in grads] + [torch.tensor(u, device=grads[0].device) for u in used])
         dist.all_reduce(flat, group=self._group)
         mean, used_by = flat[: len(grads)] / self._group.size(), flat[len(grads) :]

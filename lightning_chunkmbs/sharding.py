@@ -26,7 +26,7 @@ from .fsdp2 import (
     count_collectives,
     drop_unreduced,
     finish_backward,
-    follow_requires_grad,
+    follow_shards,
     fsdp_module,
     fsdp_state,
     gathered_params,
@@ -108,7 +108,7 @@ class ShardedModel:
         for module in self.further:
             fsdp_module(module).unshard()
         for kept in self._kept:
-            follow_requires_grad(kept)
+            follow_shards(kept)
         self._trained = [p for m in self._kept for p in gathered_params(m) if p.sharded_param.requires_grad]
         self._marks = [versions(m) for m in self._kept]
         self._inside = True
@@ -147,7 +147,7 @@ class ShardedModel:
         if self._inside:
             self._write_back()
             for module in self._kept:
-                follow_requires_grad(module)
+                follow_shards(module)
             fsdp_state(self.root)._register_pre_backward_hook(loss)
 
     def after_backward(self) -> None:
@@ -206,7 +206,8 @@ class ShardedModel:
             missing = agree([int(not has_gradient(p)) for p in params])
             for param, missed_by_all in zip(params, missing, strict=True):
                 if not missed_by_all and not has_gradient(param):
-                    param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+                    whole = param._unsharded_param
+                    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         if groups:
             finish_backward(self.root)
 

@@ -19,21 +19,17 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .apply import AppliedModel, Plans
+from .apply import AppliedModel
+from .declared import DeclaredPlans
 from .guards import single_step
+from .host_parameters import backend_for
 from .mixin import ChunkMBSMixin
-from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
-from .precision import precision_plugin_for
+from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
+from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
 from .report import StepCounter, StepReport
 from .window import MicroBatch, Window, refuse_windows
 
 _APPLIED = "_chunkmbs_applied"
-_PLANS: dict[str, type] = {
-    "recompute_plan": RecomputePlan,
-    "activation_offload_plan": ActivationOffloadPlan,
-    "chunkmbs_plan": ChunkMBSPlan,
-    "fsdp_plan": FSDPPlan,
-}
 
 
 class ChunkMBSStrategy(ModelParallelStrategy):
@@ -85,18 +81,15 @@ class ChunkMBSStrategy(ModelParallelStrategy):
                 f"tensor_parallel_size must be 1, tensor parallelism is not supported yet; it is "
                 f"{tensor_parallel_size!r}. Write tensor_parallel_size: 1."
             )
-        given = {
-            "recompute_plan": recompute_plan,
-            "activation_offload_plan": activation_offload_plan,
-            "chunkmbs_plan": chunkmbs_plan,
-            "fsdp_plan": fsdp_plan,
-        }
-        self._given = {name: coerce_plan(plan, _PLANS[name], name) for name, plan in given.items()}
-        self._switches: dict[str, Any] = {
-            "recompute": recompute,
-            "enable_activation_offload": enable_activation_offload,
-            "enable_chunk_mbs": enable_chunk_mbs,
-        }
+        self._declared = DeclaredPlans(
+            recompute=recompute,
+            recompute_plan=recompute_plan,
+            enable_activation_offload=enable_activation_offload,
+            activation_offload_plan=activation_offload_plan,
+            enable_chunk_mbs=enable_chunk_mbs,
+            chunkmbs_plan=chunkmbs_plan,
+            fsdp_plan=fsdp_plan,
+        )
         self._applied: AppliedModel | None = None
         self._window: Window | None = None
         self._window_outputs: list[dict[str, Any]] = []
@@ -114,16 +107,17 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             ValueError, TypeError: the plans do not fit the module.
             RuntimeError: called before processes have started, or other plans were applied to the module before.
         """
-        plans = self._plans_for(module)
+        plans = self._declared.plans_for(module)
+        dtypes = dtypes_for(self.precision_plugin, self._declared.fsdp_plan)
         applied: AppliedModel | None = module.__dict__.get(_APPLIED)
         mesh = self.device_mesh["data_parallel"]
         if applied is None:
-            applied = AppliedModel(module, plans, mesh, StepCounter())
+            applied = AppliedModel(module, plans, mesh, StepCounter(), dtypes)
             module.__dict__[_APPLIED] = applied
-        elif applied.plans != plans or applied.mesh != mesh:
+        elif (applied.plans, applied.mesh, applied.dtypes) != (plans, mesh, dtypes):
             raise RuntimeError(
-                f"A module keeps the plans and devices it was first run with; {type(module).__name__} was given others "
-                f"now. Build a new module for the new Trainer (and load the checkpoint into it)."
+                f"A module keeps the plans, devices and precision it was first run with; {type(module).__name__} was "
+                f"given others now. Build a new module for the new Trainer (and load the checkpoint into it)."
             )
         self._applied = applied
 
@@ -136,6 +130,13 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         """
         with self._ready_model.sharded.gathered():
             yield
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm over all gradients of the module (0-dim, the same on every rank); all ranks must call this.
+
+        For ``on_before_optimizer_step``, where gradients are complete and not clipped yet.
+        """
+        return total_norm(self._module.parameters(), norm_type=norm_type)
 
     @property
     def step_report(self) -> StepReport:
@@ -177,6 +178,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         self.apply(module)
         self._ready_model.make_ready(self.root_device)
         self.model = self.precision_plugin.convert_module(module)
+        set_input_dtype(self.precision_plugin, self._ready_model.dtypes)
         self.barrier()
         # NCCL would otherwise run these loops in inference mode, whose tensors the next fit cannot use.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -184,20 +186,17 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
-            if self._switches["enable_chunk_mbs"] and module.automatic_optimization:
+            if self._ready_model.plans.enable_chunk_mbs and module.automatic_optimization:
                 refuse_windows(trainer, module)
                 self._window = Window(trainer, module, self._ready_model)
         self.setup_precision_plugin()
-        if fitting:
+        if fitting and not self._declared.fsdp_plan.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _plans_for(self, module: pl.LightningModule) -> Plans:
-        declared: dict[str, Any] = {}
-        for name, plan in self._given.items():
-            if plan is None and isinstance(module, ChunkMBSMixin) and name != "fsdp_plan":
-                plan = coerce_plan(getattr(module, name), _PLANS[name], f"{type(module).__name__}.{name}")
-            declared[name] = plan
-        return Plans(**declared, **self._switches)
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        offload = self._declared.fsdp_plan.cpu_offload
+        return backend_for(self._process_group_backend, backend, self.root_device) if offload else backend
 
     @property
     def _ready_model(self) -> AppliedModel:

@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
     {"apply"},
     {"checks"},
     {"lockstep"},
@@ -22,7 +22,7 @@ ROWS = [
     {"guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated"},
     {"groups"},
-    {"fsdp2"},
+    {"fsdp2", "host_parameters"},
     {"block"},
     {"joining", "recompute", "ties"},
     {"chunked_tensor"},
@@ -33,7 +33,7 @@ ROWS = [
     {"host_buffers"},
     {"streams"},
     {"arguments"},
-    {"block_buffers", "patterns", "plans", "recorders", "report", "selective", "trees"},
+    {"block_buffers", "dtypes", "patterns", "plans", "recorders", "report", "selective", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -85,12 +85,15 @@ def test_the_documented_yaml_as_dicts() -> None:
 
 
 def test_dump_and_parse_round_trips() -> None:
-    init_args = INIT_ARGS + "fsdp_plan:\n  reshard_after_forward: false\n"
+    init_args = INIT_ARGS + "fsdp_plan:\n  reshard_after_forward: false\n  param_dtype: bfloat16\n  cpu_offload: true\n"
     first = parse(init_args)
     dumped = parser().dump(first)
     second = parser().parse_string(dumped)
     assert parser().dump(second) == dumped
-    assert vars(build(second)) == {**PARSED, "fsdp_plan": FSDPPlan(reshard_after_forward=False)}
+    assert vars(build(second)) == {
+        **PARSED,
+        "fsdp_plan": FSDPPlan(reshard_after_forward=False, param_dtype="bfloat16", cpu_offload=True),
+    }
 
 
 def test_fields_from_the_command_line() -> None:
@@ -260,6 +263,19 @@ def test_keyword_arguments_alone_may_carry_the_batch() -> None:
     [
         ({"forward_prefetch": -1}, ValueError, r"FSDPPlan.forward_prefetch must be at least 0, but got -1"),
         ({"forward_prefetch": True}, TypeError, r"FSDPPlan.forward_prefetch must be an integer, but got True"),
+        (
+            {"param_dtype": "float16"},
+            ValueError,
+            r"FSDPPlan.param_dtype must be 'bfloat16' or 'float32', but got 'float16'",
+        ),
+        (
+            {"reduce_dtype": "bf16"},
+            ValueError,
+            r"FSDPPlan.reduce_dtype must be 'bfloat16' or 'float32', but got 'bf16'",
+        ),
+        ({"output_dtype": 32}, TypeError, r"FSDPPlan.output_dtype must be the name of a dtype, .* but got 32"),
+        ({"cast_forward_inputs": "no"}, TypeError, r"FSDPPlan.cast_forward_inputs must be true or false, but got 'no'"),
+        ({"cpu_offload": 1}, TypeError, r"FSDPPlan.cpu_offload must be true or false, but got 1"),
         ({"reshard_after_forward": 1}, TypeError, r"FSDPPlan.reshard_after_forward must be true or false, but got 1"),
     ],
 )
@@ -345,7 +361,7 @@ def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None
     [
         (ChunkMBSPlan, "packed_kwarg_names"),
         (ChunkMBSPlan, "chunk_tokens"),
-        (FSDPPlan, "param_dtype"),
+        (FSDPPlan, "compile_blocks"),
         (FSDPPlan, "replicate_size"),
     ],
 )
