@@ -19,6 +19,7 @@ from tests.structure_models import Decoder
 BLOCKS = 4
 LONG = 64  # tokens of a sample; no other tensor of the model has this size
 SAMPLE = LONG * WIDTH * 4  # bytes of the hidden state of a chunk of one sample
+COUNTS = [4, 32]  # samples, each of them one chunk
 LOCKSTEP, CUT = "lockstep", "cut"
 
 
@@ -48,25 +49,45 @@ def peak_of_step(way: str, n: int, options: dict[str, Any]) -> float:
     with StorageTracker(is_hidden) as tracker:
         trainer.fit(module, Loader(data))
     assert module.report.chunks == n * module.report.blocks
+    assert module.report.offloaded_bytes >= (BLOCKS * n - 1) * SAMPLE
+    assert trainer.strategy._applied.store.live_bytes == 0
     return tracker.peak / SAMPLE
 
 
-def peaks(way: str, counts: list[int], options: dict[str, Any]) -> list[float]:
-    return [peak_of_step(way, n, options) for n in counts]
+def peaks(way: str, options: dict[str, Any]) -> list[float]:
+    return [peak_of_step(way, n, options) for n in COUNTS]
+
+
+# Hidden states that one chunk of these blocks needs beside its own entry and exit.
+FORWARD = 5
+BACKWARD = 10
 
 
 @pytest.mark.parametrize("way", [LOCKSTEP, CUT])
-def test_growth_of_the_peak(way):
-    [(few, many)] = run_on_ranks(1, peaks, way, [4, 32], {})
-    print(few, many, (many - few) / 28)
-    assert (many - few) / 28 <= 2.1
+def test_two_hidden_states_for_each_chunk_in_flight(way):
+    [found] = run_on_ranks(1, peaks, way, {})
+    # What goes into a block and what comes out, on the way back their gradients; in lockstep of one after the other.
+    expected = [max(2 * n + FORWARD, n + BACKWARD) if way == LOCKSTEP else 2 * n + BACKWARD - 1 for n in COUNTS]
+    assert found == expected
+    assert (found[-1] - found[0]) / (COUNTS[-1] - COUNTS[0]) <= 2.1
 
 
-STREAM = {"activation_offload_plan": ActivationOffloadPlan(apply_modules=["net.layers.{*}"], stream_hidden_states=True)}
+def streaming(*patterns: str) -> dict[str, Any]:
+    names = ["net.layers.{*}", *patterns]
+    plan = ActivationOffloadPlan(apply_modules=names, stream_hidden_states=True)
+    return {"chunkmbs_plan": {"apply_modules": names}, "activation_offload_plan": plan}
 
 
-@pytest.mark.parametrize("way", [LOCKSTEP, CUT])
-def test_stream(way):
-    [(few, many)] = run_on_ranks(1, peaks, way, [4, 32], STREAM)
-    print(few, many, (many - few) / 28)
-    assert (many - few) / 28 <= 1.1
+def test_streaming_one_batch_leaves_what_enters_the_first_block():
+    [found] = run_on_ranks(1, peaks, CUT, streaming())
+    assert found == [n + BACKWARD + 1 for n in COUNTS]
+
+
+def test_streaming_in_lockstep_leaves_what_each_step_makes_itself():
+    [found] = run_on_ranks(1, peaks, LOCKSTEP, streaming())
+    assert (found[-1] - found[0]) / (COUNTS[-1] - COUNTS[0]) <= 1.1
+
+
+def test_streaming_in_lockstep_does_not_depend_on_the_number_of_micro_batches():
+    [found] = run_on_ranks(1, peaks, LOCKSTEP, streaming("net.embedding"))
+    assert found[-1] <= 1.10 * found[0]
