@@ -261,6 +261,51 @@ def test_a_prefetch_that_is_dropped_too_early_shows() -> None:
         assert ("the destination of a copy was freed before it ran" in streams.faults) != waits
 
 
+class Breaks(Layer):
+    """A layer that fails in one of its runs."""
+
+    runs, fails_in = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == self.fails_in:
+            raise ArithmeticError("broken")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails_in", [1, 2, 4, 6])
+def test_after_an_error_while_copies_run_the_next_step_is_right(fails_in: int) -> None:
+    plain = Stack(1, None, CutRule(2))
+    plain(leaf(5, WIDTH)).backward()
+    for seed in (None, 0, 1):
+        streams = DelayedStreams(seed)
+        with streams:
+            store = make_store(streams)
+            model = Stack(1, store, CutRule(2), Breaks)
+            model.layers[0].fails_in = fails_in
+            with pytest.raises(ArithmeticError, match="broken"):
+                model(leaf(5, WIDTH)).backward()
+            model.zero_grad()
+            model(leaf(5, WIDTH)).backward()
+            assert store.live_bytes == 0
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+        assert streams.faults == []
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_tensors_of_any_layout_come_back_however_late(seed: int | None) -> None:
+    x = torch.randn(4, 3, 2)
+    layouts = [x, x.permute(2, 0, 1), x[:, 1:], x[0].expand(5, 3, 2), x[:, 0, 0], x[0, 0, 0], x[:0]]
+    tensors = [layout.to(dtype) for layout in layouts for dtype in (torch.float32, torch.bfloat16, torch.bool)]
+    streams = DelayedStreams(seed)
+    with streams:
+        store = make_store(streams, prefetch_bytes=100)
+        handles = [store.put(tensor) for tensor in tensors]
+        assert all(torch.equal(handles.pop().load(), tensor) for tensor in reversed(tensors))
+    assert streams.faults == []
+    assert streams.copies == 2 * 3 * 6
+
+
 # -- what is written in place ----------------------------------------------------------------------------------------
 
 
