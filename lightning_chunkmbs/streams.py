@@ -88,9 +88,6 @@ class _DeviceStream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _DeviceStream) and bool(self._stream == other._stream)
 
-    def __hash__(self) -> int:
-        return hash(self._stream)
-
     def record(self) -> _DeviceEvent:
         return _DeviceEvent(self._stream.record_event())
 
@@ -167,8 +164,6 @@ class _Done:
 class _HostStream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _HostStream)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def record(self) -> _Done:
         return _Done()

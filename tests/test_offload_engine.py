@@ -1,11 +1,12 @@
 """The activation store's copies: their order, what they hold, and the memory they use."""
 
 import copy
+import functools
 import gc
 import random
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lightning_chunkmbs.arguments import CutRule
 from lightning_chunkmbs.host_buffers import HostBuffer, HostBuffers
 from lightning_chunkmbs.offload import ActivationStore, StoreSettings
+from lightning_chunkmbs.plans import ActivationOffloadPlan
 from lightning_chunkmbs.report import StepCounter
 from lightning_chunkmbs.stored_activation import Held, StoredActivation
 from lightning_chunkmbs.streams import HostStreams
@@ -28,6 +30,13 @@ ROW = WIDTH * 4  # bytes of a sample
 def make_store(streams: Any = None, kind: type[ActivationStore] = ActivationStore, **settings: Any) -> ActivationStore:
     streams = streams or HostStreams()
     return kind(StepCounter(), settings=StoreSettings(**settings), streams=lambda device: streams)
+
+
+def test_settings_are_those_of_the_plan() -> None:
+    fields = {"host_memory_gb": 1.5, "min_bytes": 2, "prefetch_bytes": 3, "pin_memory": False}
+    plan = ActivationOffloadPlan(apply_modules=["a"], **fields)
+    assert StoreSettings.of(plan) == StoreSettings(**fields)
+    assert StoreSettings.of(None) == StoreSettings.of(ActivationOffloadPlan(apply_modules=["a"])) == StoreSettings()
 
 
 def puts(store: ActivationStore, n: int, **how: bool) -> list[StoredActivation]:
@@ -76,20 +85,37 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def train(store: ActivationStore | None, setup: random.Random) -> list[Tensor | None]:
-    """Two steps of two micro-batches each, a pass that is dropped, and a backward that may run twice."""
-    model = Stack(setup.choice([1, 2, 3]), store, CutRule(setup.choice([1, 2, 3])))
-    rows, twice = setup.choice([[4, 4], [5, 2]]), setup.random() < 0.3
-    inputs = [leaf(n, WIDTH, seed=i) for i, n in enumerate(rows)]
-    for _ in range(2):
-        for x in inputs:
-            model(x)
-            loss = model(x)
-            if twice:
-                loss.backward(retain_graph=True)
-            loss.backward()
-            del loss
+class Setup(NamedTuple):
+    """What is trained, of which there are few kinds."""
+
+    blocks: int
+    chunk_mbs: int
+    rows: tuple[int, ...]
+    twice: bool
+
+    @classmethod
+    def draw(cls, seed: int) -> "Setup":
+        setup = random.Random(seed)
+        rows = setup.choice([(4, 4), (5, 2), (3, 3, 3)])
+        return cls(setup.choice([1, 2, 3]), setup.choice([1, 2, 3]), rows, setup.random() < 0.2)
+
+
+def train(store: ActivationStore | None, setup: Setup) -> list[Tensor | None]:
+    """One pass that is dropped, then micro-batches one by one; backward may run twice."""
+    model = Stack(setup.blocks, store, CutRule(setup.chunk_mbs))
+    inputs = [leaf(n, WIDTH, seed=i) for i, n in enumerate(setup.rows)]
+    model(inputs[0])
+    for x in inputs:
+        loss = model(x)
+        if setup.twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
     return [*gradients(model), *(x.grad for x in inputs)]
+
+
+@functools.cache
+def train_without_store(setup: Setup) -> list[Tensor | None]:
+    return train(None, setup)
 
 
 def settings_of(setup: random.Random) -> dict[str, Any]:
@@ -105,13 +131,13 @@ def settings_of(setup: random.Random) -> dict[str, Any]:
 def test_gradients_are_bitwise_those_without_store_however_late_copies_run(part: int) -> None:
     copies = 0
     for seed in range(part, 208, 4):
-        expected = train(None, random.Random(seed // 2))
+        setup = Setup.draw(seed)
         streams = DelayedStreams(seed if seed % 3 else None)
         with streams:
             store = make_store(streams, **settings_of(random.Random(seed)))
-            got = train(store, random.Random(seed // 2))
+            got = train(store, setup)
         assert streams.faults == [], seed
-        assert all(map(torch.equal, got, expected)), seed
+        assert all(map(torch.equal, got, train_without_store(setup))), seed
         assert store.live_bytes == 0, seed
         copies += streams.copies
     assert copies > 52 * 8
@@ -161,9 +187,8 @@ class ReusesABufferThatIsStillRead(ActivationStore):
     def _load(self, activation: StoredActivation) -> Held:
         loading = super()._load(activation)
         assert activation.buffer is not None
-        if activation._give_back != print:
-            self._buffers.give_back(activation.buffer)
-            activation._give_back = print
+        activation._give_back(activation.buffer)
+        activation._give_back = lambda buffer: None
         return loading
 
     def _wait_for_buffer(self, lane: Any, buffer: HostBuffer) -> None:
@@ -234,6 +259,51 @@ def test_a_prefetch_that_is_dropped_too_early_shows() -> None:
                 while stream.queue:
                     stream.step()
         assert ("the destination of a copy was freed before it ran" in streams.faults) != waits
+
+
+class Breaks(Layer):
+    """A layer that fails in one of its runs."""
+
+    runs, fails_in = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == self.fails_in:
+            raise ArithmeticError("broken")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails_in", [1, 2, 4, 6])
+def test_after_an_error_while_copies_run_the_next_step_is_right(fails_in: int) -> None:
+    plain = Stack(1, None, CutRule(2))
+    plain(leaf(5, WIDTH)).backward()
+    for seed in (None, 0, 1):
+        streams = DelayedStreams(seed)
+        with streams:
+            store = make_store(streams)
+            model = Stack(1, store, CutRule(2), Breaks)
+            model.layers[0].fails_in = fails_in
+            with pytest.raises(ArithmeticError, match="broken"):
+                model(leaf(5, WIDTH)).backward()
+            model.zero_grad()
+            model(leaf(5, WIDTH)).backward()
+            assert store.live_bytes == 0
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+        assert streams.faults == []
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_tensors_of_any_layout_come_back_however_late(seed: int | None) -> None:
+    x = torch.randn(4, 3, 2)
+    layouts = [x, x.permute(2, 0, 1), x[:, 1:], x[0].expand(5, 3, 2), x[:, 0, 0], x[0, 0, 0], x[:0]]
+    tensors = [layout.to(dtype) for layout in layouts for dtype in (torch.float32, torch.bfloat16, torch.bool)]
+    streams = DelayedStreams(seed)
+    with streams:
+        store = make_store(streams, prefetch_bytes=100)
+        handles = [store.put(tensor) for tensor in tensors]
+        assert all(torch.equal(handles.pop().load(), tensor) for tensor in reversed(tensors))
+    assert streams.faults == []
+    assert streams.copies == 2 * 3 * 6
 
 
 # -- what is written in place ----------------------------------------------------------------------------------------
