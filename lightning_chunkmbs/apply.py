@@ -15,7 +15,7 @@ from .block_buffers import BlockBuffers
 from .checks import check_structure
 from .chunked_tensor import Cuts
 from .dtypes import Dtypes
-from .fsdp2 import initialize
+from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize, move
 from .offload import ActivationStore, StoreSettings
@@ -104,6 +104,7 @@ class AppliedModel:
         self.blocks = {name: modules[name] for name in names.recompute}
         check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
         self._log(names)
+        self._warn_sharding()
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
         self.store = store
         self._cuts = Cuts()
@@ -158,6 +159,21 @@ class AppliedModel:
                 "no offload",
                 "enable_activation_offload is false: the entry activation of every chunk of every block (one hidden "
                 "state of the whole batch for each block) stays on the device until backward.",
+            )
+
+    def _warn_sharding(self) -> None:
+        """Warn of a setting that has no effect here. Called before sharding, when groups are those of users."""
+        plan = self.plans.fsdp_plan
+        if plan is not None and plan.cpu_offload and self.mesh.device_type == "cpu":
+            self._notices.warn("cpu offload", "fsdp_plan.cpu_offload has no effect on a CPU, where parameters are.")
+        # With converted shards every group computes in their dtype anyway.
+        own = [] if self.dtypes.shards or self.dtypes.param is None else whole_groups(self._root)
+        if own:
+            self._notices.warn(
+                "own groups",
+                f"Parameters are gathered in {self.dtypes.param}, except for groups that were sharded before without "
+                f"it: {_brief(own)}. Pass mp_policy=MixedPrecisionPolicy(param_dtype={self.dtypes.param}, reduce_dtype="
+                f"torch.float32, cast_forward_inputs=False) to their fully_shard, or delete these calls.",
             )
 
     def make_ready(self, device: torch.device) -> None:

@@ -100,6 +100,14 @@ def _keep_reduce_dtype(group: Any) -> None:
         group._reduce_dtype = group.mp_policy.reduce_dtype
 
 
+def whole_groups(root: nn.Module) -> list[str]:
+    """Return the names of modules that are sharded without a ``param_dtype`` of their own."""
+    modules = dict(root.named_modules())
+    sharded = [name for name, module in modules.items() if isinstance(module, FSDPModule)]
+    own = [name for name in sharded if param_groups(modules[name])]
+    return [n or "the LightningModule" for n in own if fsdp_state(modules[n])._mp_policy.param_dtype is None]
+
+
 def host_shards(root: nn.Module) -> list[nn.Parameter]:
     """Return the shards that CPU offload keeps on the host."""
     groups = [g for module in root.modules() if isinstance(module, FSDPModule) for g in param_groups(module)]

@@ -212,6 +212,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         Returns:
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
+        self._ready_model.replicated.accumulate_in_fp32()
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
         else:
