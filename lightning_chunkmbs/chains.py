@@ -115,10 +115,8 @@ class _HandOut(Function):
     @staticmethod
     def forward(ctx: Any, start: Tensor, value: Tensor, exit_: _Exit) -> Tensor:
         ctx.exit = exit_
-        if type(value) is not Tensor:
-            return value.detach()
         # The same memory and yet no view: code between blocks may change it in place.
-        return value.new_empty(0).set_(value)  # type: ignore[call-overload]
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -6,6 +6,10 @@ tensor for whatever code comes next, which needs no joining. The graph behind it
 the batch unchanged takes the chunks themselves, so in backward gradients travel chunk by chunk, and each is freed when
 it has been used. Only where a batch enters its first block, and where the code after the last block takes it, does a
 gradient of the whole batch exist; the former is written into one buffer too.
+
+[Note: aliases]
+The Functions here return ``detach()`` of what they are given: the same memory and the same version counter, so that
+nothing written in place goes unnoticed, and yet no view, so that code between blocks may write in place.
 """
 
 from __future__ import annotations
@@ -78,18 +82,13 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """The same memory and yet no view: code that is given it may change it in place."""
-    return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]
-
-
 class _Place(Function):
     """Copies a chunk to its place in the batch."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, slot: Tensor) -> Tensor:
         slot.copy_(value)
-        return _alias(slot)
+        return slot.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -102,7 +101,7 @@ class _Whole(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, sizes: tuple[int, ...], dim: int, *chunks: Tensor) -> Tensor:
         ctx.sizes, ctx.dim = sizes, dim
-        return _alias(buffer)
+        return buffer.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -192,7 +191,7 @@ class _Split(Function):
     def forward(ctx: Any, whole: Tensor, gradient: _Gradient) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
-        return tuple(_alias(piece) for piece in whole.split(gradient.sizes, gradient.dim))
+        return tuple(piece.detach() for piece in whole.split(gradient.sizes, gradient.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -205,7 +204,7 @@ class _Deposit(Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, gradient: _Gradient, i: int) -> Tensor:
         ctx.gradient, ctx.i = gradient, i
-        return _alias(piece)
+        return piece.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
