@@ -371,7 +371,7 @@ def test_what_exceeds_the_budget_stays_on_the_device_with_one_warning() -> None:
     store, allocated = make_store(host_memory_gb=budget / 1e9), []
     model = Stack(3, store, CutRule(2))
     for layer in model.layers:
-        layer.register_forward_hook(lambda *_: allocated.append(store.live_bytes + store._buffers.idle))
+        layer.register_forward_hook(lambda *_: allocated.append(store._buffers.in_use + store._buffers.idle))
     with caught_warnings() as messages:
         for rows in (4, 5, 3, 6):
             model(leaf(rows, WIDTH)).backward()
@@ -547,34 +547,46 @@ def test_steps_of_one_shape_allocate_host_memory_in_the_first_only(streams: Call
     assert counts == [9] * 5
 
 
+def host_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def test_buffers_never_exceed_what_was_in_use_at_once() -> None:
-    pool, used, draw, most = HostBuffers(), [], random.Random(0), 0
+    pool, used, draw, most, most_live = HostBuffers(), [], random.Random(0), 0, 0
     for _ in range(3000):
         if used and draw.random() < 0.5:
             pool.give_back(used.pop(draw.randrange(len(used))))
         elif len(used) < 20:
-            used.append(pool.get(draw.randint(1, 50), lambda n: torch.empty(n, dtype=torch.uint8)))
-        most = max(most, pool.live)
-        assert pool.live == sum(buffer.nbytes for buffer in used)
-        assert pool.live + pool.idle <= most
-    assert pool.allocations < 1500
+            used.append(pool.get(draw.randint(1, 50), host_memory))
+        most, most_live = max(most, pool.in_use), max(most_live, pool.live)
+        assert pool.live == sum(buffer.used for buffer in used)
+        assert pool.in_use == sum(buffer.nbytes for buffer in used) <= 2 * pool.live
+        assert pool.in_use + pool.idle <= most <= 2 * most_live
+    assert pool.allocations < 500
+
+
+def test_batches_of_other_lengths_use_the_same_buffers() -> None:
+    store = make_store()
+    for lengths in ([8, 8], [5, 7], [8, 6], [4, 8]):
+        tensors = [torch.randn(length, WIDTH) for length in lengths]
+        handles = [store.put(tensor) for tensor in tensors]
+        assert store.live_bytes == sum(lengths) * ROW
+        assert all(torch.equal(handles.pop().load(), tensor) for tensor in reversed(tensors))
+    assert store.allocations == 2
 
 
 def test_the_longest_idle_buffer_goes_first_and_the_last_used_is_used_again() -> None:
     pool = HostBuffers()
-
-    def get(nbytes: int) -> HostBuffer:
-        return pool.get(nbytes, lambda n: torch.empty(n, dtype=torch.uint8))
-
-    first, second, third = get(10), get(10), get(20)
+    first, second, third = pool.get(10, host_memory), pool.get(10, host_memory), pool.get(30, host_memory)
     for buffer in (second, third, first):
         pool.give_back(buffer)
     gone = weakref.ref(second)
     del second, buffer
-    assert get(10) is first  # at once given up again
-    get(15)
+    assert pool.get(10, host_memory) is first
+    pool.get(11, host_memory)  # none fits
     assert gone() is None
     assert pool.allocations == 4
+    assert pool.idle == 0
 
 
 def test_a_buffer_is_freed_after_the_copies_that_use_it() -> None:
