@@ -170,11 +170,11 @@ class ActivationStore:
         nbytes, limit = activation.nbytes, self._settings.host_memory_gb
         if nbytes == 0 or nbytes < self._settings.min_bytes or activation.device.type == "meta":
             return False
-        if limit is None or self._buffers.live + nbytes <= limit * _GB:
+        if limit is None or self._buffers.in_use + nbytes <= limit * _GB:
             return True
         self._notices.warn(
             "host memory",
-            f"Entry activations take {self._buffers.live / _GB:.3g} GB of host memory and the next has "
+            f"Entry activations take {self._buffers.in_use / _GB:.3g} GB of host memory and the next has "
             f"{nbytes / _GB:.3g} GB, which is more than host_memory_gb: {limit:g} allows for a rank. What finds no "
             f"room stays on the device. Raise activation_offload_plan.host_memory_gb, or leave it out for no limit.",
         )
@@ -219,7 +219,7 @@ class ActivationStore:
                 self._pageable = True
                 self._notices.warn(
                     "pageable",
-                    f"Host memory for entry activations could not be pinned ({error}); {self._buffers.live} bytes "
+                    f"Host memory for entry activations could not be pinned ({error}); {self._buffers.in_use} bytes "
                     f"were. From here on it is pageable, and copies hold up the host. Raise the limit of locked "
                     f"memory (ulimit -l), or write pin_memory: false in activation_offload_plan.",
                 )
