@@ -81,16 +81,16 @@ def shard(
 def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
     state = fsdp_state(module)
-    with _no_inference():
+    with no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
         follow_shards(module)
     output = body(tensors)
-    with _no_inference():
+    with no_inference():
         return state._post_forward(module, (tensors,), output)
 
 
 @contextmanager
-def _no_inference() -> Iterator[None]:
+def no_inference() -> Iterator[None]:
     """Leave inference mode: what FSDP2 gathers in it could not be used in training any more."""
     if not torch.is_inference_mode_enabled():
         yield

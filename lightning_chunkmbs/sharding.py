@@ -39,7 +39,7 @@ from .fsdp2 import (
     versions,
     write_back,
 )
-from .groups import Agree
+from .groups import Agree, no_inference
 from .report import StepCounter
 
 
@@ -104,9 +104,10 @@ class ShardedModel:
         self._lost = self._scattered = False
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         self._reshard()
-        fsdp_state(self.root)._pre_forward(self.root, (), {})
-        for module in self.further:
-            fsdp_module(module).unshard()
+        with no_inference():
+            fsdp_state(self.root)._pre_forward(self.root, (), {})
+            for module in self.further:
+                fsdp_module(module).unshard()
         for kept in self._kept:
             follow_shards(kept)
         self._trained = [p for m in self._kept for p in gathered_params(m) if p.sharded_param.requires_grad]
@@ -170,8 +171,9 @@ class ShardedModel:
 
     def _gather(self) -> None:
         self._scattered = False
-        for module in self._kept:
-            fsdp_module(module).unshard()
+        with no_inference():
+            for module in self._kept:
+                fsdp_module(module).unshard()
         # What is toggled off now may be on again when the step goes on; `before_backward` looks at the shards.
         for param in self._trained:
             param._unsharded_param.requires_grad_(True)
