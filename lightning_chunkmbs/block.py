@@ -284,12 +284,12 @@ def _contexts(settings: BlockSettings) -> Contexts:
         return NOTHING
     if store is None:
         return partial(save.contexts, settings.name, lambda tensor: tensor, lambda tensor: tensor)
-    return partial(save.contexts, settings.name, store.put, store.take)
+    return partial(save.contexts, settings.name, partial(store.put, beside=True), store.take)
 
 
-def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor]) -> Any:
+def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor], again: bool) -> Any:
     # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
-    args, kwargs = fill(template, [load(value) for value in values])
+    args, kwargs = fill(template, [load(value, forward=not again) for value in values])
     return settings.forward(*args, **kwargs)
 
 

@@ -25,19 +25,20 @@ class _Stash(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None if grads[0] is None else load(grads[0]), None
+        # Gradients are put away in the order of the chunks, and needed in that order.
+        return None if grads[0] is None else load(grads[0], forward=True), None
 
 
 class _Load(Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, put: Put) -> Tensor:
+    def forward(ctx: Any, h: Tensor, put: Put, forward: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.put = put
-        return h.load() if isinstance(h, HostTensor) else h.view_as(h)
+        return h.load(forward=forward) if isinstance(h, HostTensor) else h.view_as(h)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None if grads[0] is None else stash(grads[0], ctx.put), None
+        return None if grads[0] is None else stash(grads[0], ctx.put), None, None
 
 
 class _Join(Function):
@@ -76,15 +77,16 @@ def stash(y: Tensor, put: Put) -> HostTensor:
     return y if isinstance(y, HostTensor) else _Stash.apply(y, put)
 
 
-def load(h: Tensor, put: Put | None = None) -> Tensor:
+def load(h: Tensor, put: Put | None = None, *, forward: bool = False) -> Tensor:
     """Return ``h`` as a plain device tensor, while ``h`` stays hollow; its gradient is put on the host.
 
     Args:
         h: any tensor; one that is no HostTensor is returned as it is.
         put: moves gradients of a tensor that is no HostTensor; by default they stay on the device.
+        forward: the next to be loaded is what was put away next, and not what was put away before.
     """
     put = h.put_fn if isinstance(h, HostTensor) else put
-    return h if put is None else _Load.apply(h, put)
+    return h if put is None else _Load.apply(h, put, forward)
 
 
 def join(chunks: Sequence[HostTensor], dim: int) -> HostTensor:

@@ -51,8 +51,12 @@ class Part(Protocol):
     def nbytes(self) -> int:
         """Bytes of the values."""
 
-    def load(self) -> Tensor:
-        """Return a new tensor on the device; called any number of times. Writing to it leaves the part as it is."""
+    def load(self, *, forward: bool = False) -> Tensor:
+        """Return a new tensor on the device; called any number of times. Writing to it leaves the part as it is.
+
+        Args:
+            forward: the next to be loaded is what was put away next, and not what was put away before.
+        """
 
 
 Put = Callable[[Tensor], "Part | Tensor"]
@@ -66,7 +70,7 @@ class _Kept:
         self._tensor, self._version = tensor, _version(tensor)
         self.shape, self.dtype, self.device, self.nbytes = tensor.shape, tensor.dtype, tensor.device, tensor.nbytes
 
-    def load(self) -> Tensor:
+    def load(self, *, forward: bool = False) -> Tensor:
         if _version(self._tensor) != self._version:
             raise RuntimeError(
                 f"A tensor of shape {tuple(self.shape)} that waits for a later block or for backward has been modified "
@@ -194,9 +198,13 @@ class HostTensor(Tensor):
             values.parts = []
         return values.whole
 
-    def load(self) -> Tensor:
-        """Return the values in a new plain tensor, without gradient, and stay as hollow as now."""
-        return self._loaded(drop=False)
+    def load(self, *, forward: bool = False) -> Tensor:
+        """Return the values in a new plain tensor, without gradient, and stay as hollow as now.
+
+        Args:
+            forward: as in :meth:`Part.load`, for a tensor of one part.
+        """
+        return self._loaded(drop=False, forward=forward)
 
     def is_cut(self, sizes: Sequence[int], dim: int) -> bool:
         """Whether this is untouched and has parts of these ``sizes`` along ``dim``."""
@@ -223,10 +231,10 @@ class HostTensor(Tensor):
     @torch.compiler.disable
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _loaded(self, *, drop: bool) -> Tensor:
+    def _loaded(self, *, drop: bool, forward: bool = False) -> Tensor:
         values = self._held
         if len(values.parts) == 1:
-            loaded = values.parts[0].load()
+            loaded = values.parts[0].load(forward=forward)
             if loaded.stride() == self.stride() and loaded.storage_offset() == 0:
                 return loaded
         whole = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)

@@ -103,13 +103,14 @@ class ActivationStore:
         """How often host memory was allocated so far; it stands still once steps have the same shapes."""
         return self._buffers.allocations
 
-    def put(self, tensor: Tensor, *, wait: bool = False, keep: bool = False) -> StoredActivation:
+    def put(self, tensor: Tensor, *, wait: bool = False, keep: bool = False, beside: bool = False) -> StoredActivation:
         """Copy ``tensor`` (any shape, strided) to the host while the caller goes on.
 
         Args:
             tensor: what to put. Writing it in place before the copy has ended is an error when it is taken.
             wait: let later work of the caller's stream wait for the copy; ``tensor`` may then be written.
             keep: leave it on the device, in memory of its own. So does what is too small or finds no room.
+            beside: it will be taken right after the last one that was put without this, as others put so before it.
         """
         self._collect()
         with torch.no_grad():
@@ -120,8 +121,11 @@ class ActivationStore:
                 self._keep(activation, tensor, wait)
             else:
                 self._send(activation, tensor, wait)
-        activation.follow(self._last())
-        self._last = weakref.ref(activation)
+        if beside:
+            activation.accompany(self._last())
+        else:
+            activation.follow(self._last())
+            self._last = weakref.ref(activation)
         return activation
 
     def take(self, activation: StoredActivation, *, forward: bool = False) -> Tensor:
@@ -140,7 +144,8 @@ class ActivationStore:
         activation.check_unchanged()
         with torch.no_grad():
             tensor = self._take_kept(activation) if activation.buffer is None else self._take_loaded(activation)
-            self._prefetch(activation, forward)
+            if not activation.companion:
+                self._prefetch(activation, forward)
         return tensor
 
     def hooks(self, entry: Tensor, *, wait: bool = False, keep: bool = False) -> saved_tensors_hooks:
@@ -266,15 +271,16 @@ class ActivationStore:
         """Start to bring back what is probably taken next."""
         room = self._settings.prefetch_bytes
         self._ahead = [ref for ref in self._ahead if (ahead := ref()) is not None and ahead.loading is not None]
-        for ahead in activation.neighbours(forward):
+        for ahead in (*activation.companions(), *activation.neighbours(forward)):
             if ahead.buffer is None or (room is not None and ahead.nbytes > room):
                 return
             if ahead.loading is None:
                 ahead.loading = self._load(ahead)
                 self._ahead.append(weakref.ref(ahead))
-            if room is None:
+            if room is not None:
+                room -= ahead.nbytes
+            elif not ahead.companion:
                 return
-            room -= ahead.nbytes
 
     def _drop_ahead(self) -> None:
         for ref in self._ahead:

@@ -26,13 +26,16 @@ class Run:
     random numbers; contextvars, the default dtype and the training mode are brought back here.
 
     Args:
-        forward: what to run, called with the chunk's tensors.
+        forward: what to run, called with the chunk's tensors and whether it has been run before.
         buffers: the block's buffers.
         on_written: called with the names of buffers that the first run wrote.
     """
 
     def __init__(
-        self, forward: Callable[[Sequence[Tensor]], Any], buffers: BlockBuffers, on_written: Callable[[list[str]], None]
+        self,
+        forward: Callable[[Sequence[Tensor], bool], Any],
+        buffers: BlockBuffers,
+        on_written: Callable[[list[str]], None],
     ) -> None:
         self._forward = forward
         self._buffers = buffers
@@ -46,7 +49,7 @@ class Run:
         if self._context is None:
             self._context = contextvars.copy_context()
             marks = self._buffers.marks()
-            output = self._forward(values)
+            output = self._forward(values, False)
             self._written = self._buffers.written(marks)
             if self._written and torch.is_grad_enabled():
                 self._on_written(self._written)
@@ -63,7 +66,7 @@ class Run:
             if training != self._training:  # a step may toggle eval() and train() around its passes
                 block.train(self._training)
             with self._buffers.kept(self._written):
-                return self._forward(values)
+                return self._forward(values, True)
         finally:
             torch.set_default_dtype(now)
             if training != self._training:

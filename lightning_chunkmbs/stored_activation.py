@@ -61,6 +61,7 @@ class StoredActivation:
         dtype: its dtype.
         device: the device it came from and goes back to.
         nbytes: its size.
+        companion: it is taken after another one, with which it was put.
         buffer: its host memory; None if it was kept on the device.
         held: the source of the copy out, or what was kept on the device.
         loading: what a copy back is writing or has written, and nobody has taken yet.
@@ -71,9 +72,11 @@ class StoredActivation:
         "__weakref__",
         "_after",
         "_before",
+        "_beside",
         "_give_back",
         "_take",
         "buffer",
+        "companion",
         "device",
         "dtype",
         "held",
@@ -89,6 +92,8 @@ class StoredActivation:
         self._give_back = give_back
         self._before: Callable[[], StoredActivation | None] = _nobody
         self._after: Callable[[], StoredActivation | None] = _nobody
+        self._beside: list[weakref.ref[StoredActivation]] = []
+        self.companion = False
         self.buffer: HostBuffer | None = None
         self.held: Held | None = None
         self.loading: Held | None = None
@@ -111,6 +116,16 @@ class StoredActivation:
         if last is not None:
             self._before = weakref.ref(last)
             last._after = weakref.ref(self)
+
+    def accompany(self, last: StoredActivation | None) -> None:
+        """Note that this activation is taken after ``last``, and before those put before or after that one."""
+        self.companion = True
+        if last is not None:
+            last._beside.append(weakref.ref(self))
+
+    def companions(self) -> list[StoredActivation]:
+        """Return those taken after this one and put with it, in order, that still live."""
+        return [companion for ref in self._beside if (companion := ref()) is not None]
 
     def neighbours(self, forward: bool) -> Iterator[StoredActivation]:
         """Yield those put before this one that still live, latest first, or those put after it."""

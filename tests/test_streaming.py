@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_chunkmbs.host_tensor import HostTensor
 from lightning_chunkmbs.offload import ActivationStore
 from tests import structure_models as models
-from tests.collectives import count_collectives
 from tests.delayed_streams import DelayedStreams
 from tests.models import BLOCKS, chunked
-from tests.one_window import Windowed, assert_close, build, micro_batches, train_window
+from tests.one_window import Windowed, build, micro_batches, train_window
 from tests.ranks import run_on_ranks
-from tests.structure_models import Decoder
 from tests.test_lockstep_structure import DECLARED, LAYERS, STRUCTURES, TOWER
 
 WINDOWS = {"lockstep": [5, 1, 3, 2], "one batch": [5]}
