@@ -202,13 +202,17 @@ def versions(module: nn.Module) -> list[int]:
 
 @torch.no_grad()
 def write_back(module: nn.Module, before: list[int]) -> None:
-    """Bring to the shards what was written to gathered parameters in place since ``before``."""
+    """Bring to the shards what was written to gathered parameters in place since ``before``.
+
+    Numbers that were not changed keep what their shards hold of them beyond the gathered dtype.
+    """
     for param, version in zip(gathered_params(module), before, strict=True):
         if param._unsharded_param._version != version:
             shard = param.sharded_param
-            whole = param._unsharded_param.to(shard.dtype)
             # Every rank holds the whole, so it takes its part without communication.
-            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None))
+            part = distribute_tensor(param._unsharded_param, shard.device_mesh, shard.placements, src_data_rank=None)
+            old, new = shard.to_local(), part.to_local().to(shard.device)
+            old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
 
 def in_backward() -> bool:

@@ -32,7 +32,7 @@ def backend_for(given: str | None, default: str, device: torch.device) -> str:
     if given is not None and not _reduces_on_host(given):
         raise ValueError(
             f"fsdp_plan.cpu_offload keeps gradients on the host, where {given!r} cannot reduce them. Write "
-            f"process_group_backend='cpu:{_GLOO},{device.type}:{given}', or leave it out."
+            f"process_group_backend={mixed!r}, or leave it out."
         )
     return given or (default if device.type == "cpu" else mixed)
 

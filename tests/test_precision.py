@@ -306,6 +306,36 @@ def test_groups_that_a_user_made_keep_their_policy_with_a_warning():
     )
 
 
+# -- parameters that a step writes -------------------------------------------------------------------------------------
+
+
+class Clamping(Toy):
+    """Clamps a parameter outside blocks in its steps."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.model.head.weight.clamp_(max=0.1)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def clamped():
+    module = build_toy(Clamping)
+    before = module.model.head.weight.detach().clone()
+    fit(module, precision="bf16-mixed")
+    return before, module.model.head.weight.full_tensor().detach()
+
+
+def test_what_a_step_writes_leaves_other_numbers_in_fp32():
+    for before, after in run_on_ranks(2, clamped):
+        above = before.to(BF16) > 0.1
+        assert 0 < above.sum() < above.numel()
+        assert torch.equal(after[~above], before[~above])
+        assert torch.equal(after[above], torch.full_like(after[above], torch.tensor(0.1, dtype=BF16).item()))
+
+
 # -- another precision, and host parameters ----------------------------------------------------------------------------
 
 

@@ -221,9 +221,12 @@ def variants(precision: str, *, lockstep: bool) -> dict[str, Callable[[int, int]
     return found
 
 
-def measure(precision: str, count: int, seeds: int, *, lockstep: bool) -> dict[str, Any]:
+def measure(
+    precision: str, count: int, seeds: int, *, lockstep: bool, only: tuple[str, ...] | None = None
+) -> dict[str, Any]:
     """Return each variant's errors by seed, and the ratios of the mean of ours to the others'."""
     runs = variants(precision, lockstep=lockstep)
+    runs = {name: run for name, run in runs.items() if only is None or name in only}
     errors: dict[str, list[float]] = {name: [] for name in runs}
     for seed in range(seeds):
         found = {name: run(seed, count) for name, run in runs.items()}

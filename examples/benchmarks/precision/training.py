@@ -95,11 +95,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    result = None if options.table else train(options)
+    if result is not None and torch.distributed.get_rank() != 0:
+        return
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not options.table:
-        result = train(options)
-        if torch.distributed.get_rank() != 0:
-            return
+    if result is not None:
+        RESULTS.parent.mkdir(exist_ok=True)
         results[f"{options.precision}, seed {options.seed}"] = result
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results), flush=True)
