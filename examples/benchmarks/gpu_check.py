@@ -1,0 +1,243 @@
+"""What only an accelerator can show: copies overlapped with compute, peak memory, gradients under slow copies, speed.
+
+One process, one device, sizes of a large model's layers; four to five minutes on one H200::
+
+    python examples/benchmarks/gpu_check.py --json examples/benchmarks/results/gpu_check.json
+
+``--device cpu --hidden 64 --tokens 32 --blocks 2`` runs the same code without one, where the times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_chunkmbs import ActivationOffloadPlan, ChunkMBSPlan, ChunkMBSStrategy, streams
+
+VOCABULARY = 1024
+BLOCKS = "net.blocks.{*}"
+
+
+class Block(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Network(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, hidden: int, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Module(pl.LightningModule):
+    """Trains the network and notes times, gradients and peak memory of optimizer steps."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Network(options.hidden, options.blocks)
+        self.times: list[float] = []
+        self.keep_gradients = False
+        self.gradients: dict[str, Tensor] = {}
+        self.peak = self._allocated = 0
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1).float(), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            synchronize(self.device)
+            if self.device.type != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+                self._allocated = torch.cuda.memory_allocated()
+            self._start = time.perf_counter()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        synchronize(self.device)
+        self.times.append(time.perf_counter() - self._start)
+        if self.device.type != "cpu":
+            self.peak = torch.cuda.max_memory_allocated() - self._allocated
+        if self.keep_gradients:
+            self.gradients = {name: p.grad.full_tensor().clone() for name, p in self.net.named_parameters()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+class Trained:
+    """One way to train, some optimizer steps of ``n`` micro-batches at a time."""
+
+    def __init__(
+        self, options: argparse.Namespace, n: int, *, max_lockstep: int | None = None, **strategy: Any
+    ) -> None:
+        plan = ChunkMBSPlan(apply_modules=[BLOCKS], chunk_mbs=1, max_lockstep=max_lockstep)
+        self.module, self.n, self.options = Module(options), n, options
+        self.trainer = pl.Trainer(
+            accelerator=options.device,
+            devices=1,
+            precision="bf16-true",
+            strategy=ChunkMBSStrategy(chunkmbs_plan=plan, **strategy),
+            accumulate_grad_batches=n,
+            max_steps=0,
+            max_epochs=-1,
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        )
+
+    def __call__(self, steps: int) -> list[float]:
+        """Train ``steps`` optimizer steps on the same data each time; return their seconds."""
+        data = torch.randint(
+            0, VOCABULARY, (steps * self.n, self.options.tokens), generator=torch.Generator().manual_seed(1)
+        )
+        self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step + steps
+        self.module.times.clear()
+        self.trainer.fit(self.module, DataLoader(data, batch_size=1))
+        return list(self.module.times)
+
+
+def offload(**fields: Any) -> dict[str, Any]:
+    """The strategy's arguments for offloading with these fields of the plan."""
+    return {"activation_offload_plan": ActivationOffloadPlan(apply_modules=[BLOCKS], **fields)}
+
+
+@contextmanager
+def slow_copies(options: argparse.Namespace) -> Iterator[None]:
+    """Let copy streams sleep before each copy, so that whoever does not wait reads old memory."""
+    copy = streams._DeviceStream.copy
+
+    def sleep_and_copy(self: Any, dst: Tensor, src: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(options.sleep_cycles)
+        copy(self, dst, src)
+
+    with patch.object(streams._DeviceStream, "copy", sleep_and_copy):
+        yield
+
+
+def gradients(options: argparse.Namespace, n: int, slow: bool = False, **strategy: Any) -> dict[str, Tensor]:
+    """Gradients of the first optimizer step."""
+    with slow_copies(options) if slow and options.device != "cpu" else nullcontext():
+        trained = Trained(options, n, **strategy)
+        trained.module.keep_gradients = True
+        trained(1)
+    return trained.module.gradients
+
+
+def same_gradients(options: argparse.Namespace) -> dict[str, bool]:
+    """Whether gradients are bit for bit those without offload, with copies that are slow."""
+    expected = gradients(options, 4, enable_activation_offload=False)
+    kinds = {"offload": {}, "streaming": offload(stream_hidden_states=True), "pageable": offload(pin_memory=False)}
+    return {
+        kind: all(torch.equal(g, expected[n]) for n, g in gradients(options, 4, slow=True, **how).items())
+        for kind, how in kinds.items()
+    }
+
+
+def step_times(options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of an optimizer step of 8 micro-batches, each way measured in turns."""
+    ways = {
+        "lockstep": Trained(options, 8),
+        "lockstep, activations on the device": Trained(options, 8, enable_activation_offload=False),
+        "lockstep, streaming": Trained(options, 8, **offload(stream_hidden_states=True)),
+        "one after the other": Trained(options, 8, max_lockstep=1),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for round_ in range(options.rounds + 1):
+        for way, trained in ways.items():
+            times = trained(2)
+            seconds[way] += times if round_ else []  # the first round warms up
+    return {way: statistics.median(times) for way, times in seconds.items()}
+
+
+def peaks(options: argparse.Namespace) -> dict[str, dict[int, int]]:
+    """Peak bytes of a step beyond what lived before it, by number of micro-batches."""
+    found: dict[str, dict[int, int]] = {}
+    for way, how in {"offload": {}, "streaming": offload(stream_hidden_states=True)}.items():
+        found[way] = {}
+        for n in (4, 16):
+            trained = Trained(options, n, **how)
+            trained(2)
+            found[way][n] = trained.module.peak
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sleep-cycles", type=int, default=20_000_000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    same, found, times = same_gradients(options), peaks(options), step_times(options)
+    hidden_state = options.tokens * options.hidden * 2
+    on_device = times["lockstep, activations on the device"]
+    result = {
+        "gradients bitwise equal to those without offload": same,
+        "hidden states per added micro-batch": {
+            way: round((by_n[16] - by_n[4]) / 12 / hidden_state, 3) for way, by_n in found.items()
+        },
+        "peak bytes of a step": found,
+        "seconds per step": {way: round(t, 4) for way, t in times.items()},
+        "exposed copies, share of the step": round((times["lockstep"] - on_device) / times["lockstep"], 4),
+        "lockstep over one after the other": round(times["lockstep"] / times["one after the other"], 4),
+        "environment": {
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
+            "torch": torch.__version__,
+            **{k: v for k, v in vars(options).items() if k in ("hidden", "tokens", "blocks", "rounds")},
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
