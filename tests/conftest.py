@@ -1,7 +1,17 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from tests import ranks
+from tests import leftovers, ranks
+
+leftovers.watch()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_stores() -> Iterator[None]:
+    yield
+    leftovers.refuse_leftovers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

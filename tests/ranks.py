@@ -308,8 +308,9 @@ def _serve(pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
     )
-    import lightning.pytorch  # noqa: F401  (now, so that the first task need not wait for it)
+    from tests import leftovers  # imports lightning: now, so that the first task need not wait for it
 
+    leftovers.watch()
     environment = dict(os.environ)
     pipe.send_bytes(pickle.dumps(Returned("ready")))
     while True:
@@ -338,12 +339,16 @@ def _reset(environment: dict[str, str]) -> None:
 
 
 def _answer(message: bytes) -> bytes:
+    from tests.leftovers import refuse_leftovers
+
     try:
         fn, args = pickle.loads(message)
         with warnings.catch_warnings():  # also forgets which warnings were already shown "once"
             for category in (DeprecationWarning, FutureWarning):  # as pytest's filterwarnings
                 warnings.filterwarnings("error", category=category, module="lightning_chunkmbs")
-            return pickle.dumps(Returned(fn(*args)))
+            answer = pickle.dumps(Returned(fn(*args)))
+        refuse_leftovers()
+        return answer
     except BaseException as error:  # a SystemExit or pytest's own outcomes are answers too
         return pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc()))
 
