@@ -10,6 +10,8 @@ from torch import nn
 from tests.models import Block, Loader, Stack, batches, chunked, full, make_trainer
 from tests.one_window import Windowed, train_window
 from tests.ranks import run_on_ranks
+from tests.strategy_models import Toy, apart, build, loader, parameters, trainer_of
+from tests.strategy_models import chunked as chunked_toy
 
 SIZES = [2, 1, 2]
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -100,6 +102,35 @@ def predicted_inside():
 
 def test_a_call_in_inference_mode_before_training():
     assert run_on_ranks(2, predicted_inside) == [(3, True)] * 2
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Remembering(Toy):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def resumed(precision, distributed, folder):
+    """How far a resumed run ends from the uninterrupted one, and the dtypes of its optimizer's state."""
+    ends = []
+    for epochs, start in ((2, None), (1, None), (2, f"{folder}/checkpoint")):
+        plan = {"cast_forward_inputs": precision == "bf16-true"}
+        strategy = chunked_toy(fsdp_plan=plan, save_distributed_checkpoint=distributed)
+        module, trainer = build(Remembering), trainer_of(strategy, max_epochs=epochs, precision=precision)
+        trainer.fit(module, loader(), ckpt_path=start)
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/checkpoint")
+        ends.append(parameters(module))
+    state = trainer.optimizers[0].state.values()
+    return apart(ends[2], ends[0]), apart(ends[1], ends[0]) > 0, {s["exp_avg"].dtype for s in state}
+
+
+@pytest.mark.parametrize(("precision", "distributed"), [("bf16-mixed", True), ("bf16-true", False)])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(precision, distributed, tmp_path):
+    dtype = BF16 if precision == "bf16-true" else FP32
+    assert run_on_ranks(2, resumed, precision, distributed, str(tmp_path)) == [(0, True, {dtype})] * 2
 
 
 # -- the default dtype -------------------------------------------------------------------------------------------------
