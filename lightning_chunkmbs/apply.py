@@ -243,6 +243,8 @@ def _cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
         arg_indexs=tuple(plan.chunk_arg_indexs),
         kwarg_names=tuple(plan.chunk_kwarg_names),
         batch_dims=dict(plan.batch_dims),
+        packed_kwarg_names=tuple(plan.packed_kwarg_names),
+        chunk_tokens=plan.chunk_tokens,
     )
 
 

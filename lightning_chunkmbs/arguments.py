@@ -8,13 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .packed import KnownLengths, Packing, find_packing
 from .report import Notices
 from .trees import map_tree
-
-# Keywords under which models hand a cache of keys and values to their layers.
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
-_CACHE_FLAG = "use_cache"
-
 
 # -- cutting ---------------------------------------------------------------------------------------------------------
 
@@ -29,6 +25,8 @@ class CutRule:
         arg_indexs: positional arguments that carry the batch.
         kwarg_names: keyword arguments that carry the batch.
         batch_dims: batch dimension by argument name where it differs from ``batch_dim``.
+        packed_kwarg_names: keywords that tell packed sequences apart. A call that is given one is cut between these.
+        chunk_tokens: tokens per chunk of packed sequences, in place of ``chunk_mbs`` sequences.
     """
 
     chunk_mbs: int
@@ -36,6 +34,14 @@ class CutRule:
     arg_indexs: tuple[int, ...] = (0,)
     kwarg_names: tuple[str, ...] = ()
     batch_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    packed_kwarg_names: tuple[str, ...] = ()
+    chunk_tokens: int | None = None
+    known_lengths: KnownLengths = dataclasses.field(default_factory=KnownLengths, compare=False)
+
+    def dim_of(self, name: str, packed: bool) -> int:
+        """Return the dimension along which a declared argument is cut."""
+        # Packed hidden states are [1, tokens, h], or [tokens, 1, h] where the batch comes second.
+        return self.batch_dims.get(name, 1 - self.batch_dim if packed else self.batch_dim)
 
 
 class _Slot:
@@ -47,6 +53,15 @@ class _Slot:
         self.index = index
 
 
+class _PerChunk:
+    """Stands in a call's arguments where each chunk gets a value of its own that is no tensor."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+
 @dataclasses.dataclass
 class _Argument:
     """A tensor found in a call."""
@@ -56,6 +71,7 @@ class _Argument:
     path: str  # where it was found, for messages
     tensor: Tensor
     batch_dim: int | None  # None: not declared to carry the batch
+    pieces: tuple[Tensor, ...] = ()  # what each chunk gets, where that is no part of the tensor
 
     @property
     def size(self) -> int:
@@ -74,9 +90,15 @@ def _split(tensor: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[tuple[Tens
     return tensor.split(sizes, dim), None
 
 
-def fill(template: Template, values: Sequence[Tensor]) -> Template:
-    """Return a call's arguments with ``values`` in place of its tensors."""
-    return map_tree(lambda leaf, _: values[leaf.index] if isinstance(leaf, _Slot) else leaf, template)
+def fill(template: Template, values: Sequence[Tensor], i: int = 0) -> Template:
+    """Return a call's arguments for chunk ``i``, with ``values`` in place of its tensors."""
+
+    def put(leaf: Any, _path: str) -> Any:
+        if isinstance(leaf, _PerChunk):
+            return leaf.values[i]
+        return values[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return map_tree(put, template)
 
 
 @dataclasses.dataclass
@@ -85,10 +107,11 @@ class CutCall:
 
     Attributes:
         template: positional and keyword arguments, for :func:`fill`.
-        sizes: samples of each chunk; empty when the call is handed on whole.
+        sizes: samples (tokens, if they are packed) of each chunk; empty when the call is handed on whole.
         pieces: for each tensor argument its chunks, or the one tensor that all chunks share.
         entry: index in ``pieces`` of the entry activation, the tensor that recomputation starts from; None if no
             tensor needs a gradient.
+        dim: dimension along which outputs are joined.
         rejoins: for each tensor argument what a piece passes through when its chunk is run; None if nothing.
     """
 
@@ -97,6 +120,7 @@ class CutCall:
     pieces: list[tuple[Tensor, ...]]
     entry: int | None
     rejoins: list[Callable[[int, Tensor], Tensor] | None]
+    dim: int = 0
 
     @property
     def chunks(self) -> int:
@@ -142,36 +166,52 @@ def cut_call(
     Raises:
         ValueError: no declared argument holds a tensor, or a declared tensor has neither the batch's size nor 1.
     """
-    found, template = _find_tensors(rule, names, args, kwargs)
+    packing = None if rule is None else _find_packing(block, rule, kwargs, notices)
+    found, template = _find_tensors(rule, names, args, kwargs, packing)
     sizes: tuple[int, ...] = ()
     batch: int | None = None
+    dim = 0
     if rule is not None:
-        batch = _batch_size(block, rule, found, args, kwargs)
-        full, rest = divmod(batch, rule.chunk_mbs)
-        sizes = (rule.chunk_mbs,) * full + ((rest,) if rest or not full else ())
-        _warn_undeclared(block, rule, found, batch, notices)
+        main = _main_argument(block, rule, found, args, kwargs)
+        batch, dim = main.size, rule.batch_dim if packing is None else main.batch_dim or 0
+        if packing is None:
+            full, rest = divmod(batch, rule.chunk_mbs)
+            sizes = (rule.chunk_mbs,) * full + ((rest,) if rest or not full else ())
+        else:
+            rows = 1 if dim == rule.batch_dim else main.tensor.size(rule.batch_dim)
+            packing.check_tokens(batch, rows, main.path)
+            sizes = packing.sizes
+        _warn_undeclared(block, rule, found, batch, dim, notices)
     pieces, rejoins = [], []
     for argument in found:
         parts, rejoin = _cut(argument, sizes, cut)
         pieces.append(parts)
         rejoins.append(rejoin)
-    return CutCall(template, sizes, pieces, _entry(found, batch), rejoins)
+    return CutCall(template, sizes, pieces, _entry(found, batch), rejoins, dim)
 
 
 def _find_tensors(
-    rule: CutRule | None, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    rule: CutRule | None,
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    packing: Packing | None,
 ) -> tuple[list[_Argument], Any]:
     """Return the tensors of a call and its arguments with slots in their places."""
     found: list[_Argument] = []
+    metadata = rule.packed_kwarg_names if rule is not None and packing is not None else ()
 
     def visit(value: Any, key: int | str, name: str, label: str) -> Any:
         declared = rule is not None and (key in rule.arg_indexs or key in rule.kwarg_names)
-        dim = rule.batch_dims.get(name, rule.batch_dim) if rule is not None and declared else None
+        dim = rule.dim_of(name, packing is not None) if rule is not None and declared else None
 
         def leaf(x: Any, path: str) -> Any:
+            pieces: tuple[Any, ...] = ()
+            if packing is not None and key in metadata and x is not None:
+                pieces = packing.metadata(str(key), x)
             if not isinstance(x, Tensor):
-                return x
-            found.append(_Argument(key, name, path, x, dim))
+                return _PerChunk(pieces) if pieces else x
+            found.append(_Argument(key, name, path, x, dim, pieces))
             return _Slot(len(found) - 1)
 
         return map_tree(leaf, value, label)
@@ -184,10 +224,22 @@ def _find_tensors(
     return found, (tuple(positional), keyword)
 
 
-def _batch_size(
+def _find_packing(block: str, rule: CutRule, kwargs: dict[str, Any], notices: Notices) -> Packing | None:
+    return find_packing(
+        block,
+        rule.packed_kwarg_names,
+        kwargs,
+        rule.known_lengths,
+        chunk_mbs=rule.chunk_mbs,
+        chunk_tokens=rule.chunk_tokens,
+        notices=notices,
+    )
+
+
+def _main_argument(
     block: str, rule: CutRule, found: list[_Argument], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    """Return B and check every declared tensor against it."""
+) -> _Argument:
+    """Return the argument whose size is B, and check every declared tensor against it."""
     declared = [a for a in found if a.batch_dim is not None]
     if not declared:
         raise ValueError(
@@ -199,7 +251,8 @@ def _batch_size(
     for argument in declared:
         _check_dim(block, argument)
     order = (*rule.arg_indexs, *rule.kwarg_names)
-    batch = min(declared, key=lambda a: order.index(a.key)).size
+    main = min(declared, key=lambda a: order.index(a.key))
+    batch = main.size
     for argument in declared:
         if argument.size not in (batch, 1):
             raise ValueError(
@@ -207,7 +260,7 @@ def _batch_size(
                 f"has shape {tuple(argument.tensor.shape)}, that is {argument.size} along dimension "
                 f"{argument.batch_dim}, and B is {batch}. {_batch_dims_hint(argument)}"
             )
-    return batch
+    return main
 
 
 def _check_dim(block: str, argument: _Argument) -> None:
@@ -226,15 +279,15 @@ def _batch_dims_hint(argument: _Argument) -> str:
     )
 
 
-def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: int, notices: Notices) -> None:
+def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: int, dim: int, notices: Notices) -> None:
     for argument in found:
         tensor = argument.tensor
-        undeclared = argument.batch_dim is None and tensor.ndim > rule.batch_dim
-        if undeclared and batch > 1 and tensor.size(rule.batch_dim) == batch:
+        undeclared = argument.batch_dim is None and not argument.pieces and tensor.ndim > dim
+        if undeclared and batch > 1 and tensor.size(dim) == batch:
             notices.warn(
                 f"undeclared {argument.path}",
                 f"{block}: {argument.path} is not declared, so every chunk gets it whole, but its shape "
-                f"{tuple(tensor.shape)} has the batch's size {batch} along dimension {rule.batch_dim}. If it carries "
+                f"{tuple(tensor.shape)} has the batch's size {batch} along dimension {dim}. If it carries "
                 f"the batch, add it to chunk_kwarg_names (or its index to chunk_arg_indexs).",
             )
 
@@ -242,6 +295,8 @@ def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: i
 def _cut(
     argument: _Argument, sizes: tuple[int, ...], cut: Cut
 ) -> tuple[tuple[Tensor, ...], Callable[[int, Tensor], Tensor] | None]:
+    if argument.pieces:
+        return argument.pieces, None
     dim, batch = argument.batch_dim, sum(sizes)
     if dim is None or argument.tensor.ndim == 0 or argument.size != batch or len(sizes) == 1:
         return (argument.tensor,), None
@@ -261,31 +316,3 @@ def _entry(found: list[_Argument], batch: int | None) -> int | None:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
-# -- caches ----------------------------------------------------------------------------------------------------------
-
-
-def holds_cache(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call is given a cache of keys and values."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return any(given.get(name) is not None for name in _CACHES)
-
-
-def drop_cache(
-    block: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], notices: Notices
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call's arguments without cache; recomputation would append to it a second time."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if holds_cache(names, args, kwargs) or given.get(_CACHE_FLAG):
-        notices.warn(
-            "cache",
-            f"{block}: in training a block gets no cache of keys and values (recomputation would append to it twice), "
-            f"so it was dropped. Set use_cache=False in the model's config to silence this.",
-        )
-    off = dict.fromkeys(_CACHES) | {_CACHE_FLAG: False}
-    named = [names[i] if i < len(names) else "" for i in range(len(args))]
-    return (
-        tuple(off.get(name, value) for name, value in zip(named, args, strict=True)),
-        {key: off.get(key, value) for key, value in kwargs.items()},
-    )

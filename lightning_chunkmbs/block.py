@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arguments import CutCall, CutRule, Template, cut_call, drop_cache, fill, holds_cache
+from .arguments import CutCall, CutRule, Template, cut_call, fill
 from .block_buffers import BlockBuffers
+from .caches import drop_cache, holds_cache
 from .chunked_tensor import Cuts
 from .host_functions import load
 from .host_tensor import HostTensor, Put
@@ -175,8 +176,7 @@ def run_block(
         settings.counter.add("blocks")
         settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
 
-    dim = settings.rule.batch_dim if settings.rule else 0
-    joins = [OutputJoin(settings.name, cut.sizes, dim, settings.cuts, settings.stream) for cut in cuts]
+    joins = [OutputJoin(settings.name, cut.sizes, cut.dim, settings.cuts, settings.stream) for cut in cuts]
     tensors = [tensor for cut in cuts for tensor in cut.tensors]
 
     def body(tensors: list[Tensor]) -> list[list[tuple[Any, Recorded]]]:
@@ -257,7 +257,7 @@ def _run_chunks(
 
 def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> Any:
     values = cut.chunk(i)
-    run = Run(partial(_forward, settings, cut.template), settings.buffers, partial(_warn_written, settings))
+    run = Run(partial(_forward, settings, cut.template, i), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
     contexts = _contexts(settings)
@@ -287,9 +287,9 @@ def _contexts(settings: BlockSettings) -> Contexts:
     return partial(save.contexts, settings.name, partial(store.put, beside=True), store.take)
 
 
-def _forward(settings: BlockSettings, template: Template, values: Sequence[Tensor], again: bool) -> Any:
+def _forward(settings: BlockSettings, template: Template, i: int, values: Sequence[Tensor], again: bool) -> Any:
     # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
-    args, kwargs = fill(template, [load(value, forward=not again) for value in values])
+    args, kwargs = fill(template, [load(value, forward=not again) for value in values], i)
     return settings.forward(*args, **kwargs)
 
 

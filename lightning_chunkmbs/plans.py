@@ -27,6 +27,10 @@ class ChunkMBSPlan:
         chunk_arg_indexs: positions of the positional arguments that carry the batch.
         chunk_kwarg_names: names of the keyword arguments that carry the batch.
         batch_dims: batch dimension of single arguments where it is another, e.g. ``{position_ids: 1}``.
+        packed_kwarg_names: names of the keyword arguments that tell packed sequences apart (cumulative lengths, longest
+            length), e.g. ``cu_seq_lens_q``. A call that is given them is cut between sequences, ``chunk_mbs`` of them a
+            chunk; tensors are then cut along the other one of the first two dimensions, which holds the tokens.
+        chunk_tokens: tokens of a chunk of packed sequences at most, in place of ``chunk_mbs`` sequences.
         max_lockstep: micro-batches of an optimizer step that run side by side at most; None: all of them. A longer
             window takes several passes, each with its own gathers; 1 is ordinary accumulation.
         lockstep_attributes: attributes below the LightningModule's direct children that belong to the micro-batch that
@@ -43,6 +47,8 @@ class ChunkMBSPlan:
     chunk_arg_indexs: list[int] = field(default_factory=lambda: [0])
     chunk_kwarg_names: list[str] = field(default_factory=list)
     batch_dims: dict[str, int] = field(default_factory=dict)
+    packed_kwarg_names: list[str] = field(default_factory=list)
+    chunk_tokens: int | None = None
     max_lockstep: int | None = None
     lockstep_attributes: list[str] = field(default_factory=list)
 
@@ -53,6 +59,8 @@ class ChunkMBSPlan:
         _check_chunk_arg_indexs(self.chunk_arg_indexs)
         _check_names("ChunkMBSPlan.chunk_kwarg_names", self.chunk_kwarg_names)
         _check_batch_dims(self.batch_dims)
+        _check_names("ChunkMBSPlan.packed_kwarg_names", self.packed_kwarg_names, "cu_seq_lens_q")
+        _check_packed(self)
         if self.max_lockstep is not None:
             _check_int("ChunkMBSPlan.max_lockstep", self.max_lockstep, least=1)
         _check_names("ChunkMBSPlan.lockstep_attributes", self.lockstep_attributes)
@@ -165,7 +173,6 @@ class FSDPPlan:
 
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
-    ChunkMBSPlan: frozenset({"packed_kwarg_names", "chunk_tokens"}),
     FSDPPlan: frozenset({"replicate_size", "compile_blocks"}),
 }
 
@@ -253,6 +260,27 @@ def _check_names(where: str, names: object, example: str = "attention_mask") -> 
         if not isinstance(name, str):
             raise TypeError(f"A name in {where} must be a string, but got {name!r} ({type(name).__name__}).")
     _check_once(where, names)
+
+
+def _check_packed(plan: ChunkMBSPlan) -> None:
+    twice = sorted({*plan.packed_kwarg_names} & {*plan.chunk_kwarg_names})
+    if twice:
+        raise ValueError(
+            f"An argument carries the batch or tells packed sequences apart, but {twice} are in both chunk_kwarg_names "
+            f"and packed_kwarg_names; delete them in chunk_kwarg_names."
+        )
+    if plan.packed_kwarg_names and plan.batch_dim > 1:
+        raise ValueError(
+            f"Packed sequences have batch and tokens in their first two dimensions, but batch_dim is "
+            f"{plan.batch_dim}; write batch_dim: 0 for [1, tokens, h] or batch_dim: 1 for [tokens, 1, h]."
+        )
+    if plan.chunk_tokens is not None:
+        _check_int("ChunkMBSPlan.chunk_tokens", plan.chunk_tokens, least=1)
+        if not plan.packed_kwarg_names:
+            raise ValueError(
+                "ChunkMBSPlan.chunk_tokens is for packed sequences, but packed_kwarg_names is empty; write for example "
+                "packed_kwarg_names: [cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k]."
+            )
 
 
 def _check_batch_dims(batch_dims: object) -> None:

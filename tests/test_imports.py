@@ -33,7 +33,8 @@ ROWS = [
     {"host_buffers"},
     {"streams"},
     {"arguments"},
-    {"block_buffers", "dtypes", "patterns", "plans", "recorders", "report", "selective", "trees"},
+    {"packed"},
+    {"block_buffers", "caches", "dtypes", "patterns", "plans", "recorders", "report", "selective", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -359,8 +359,6 @@ def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None
 @pytest.mark.parametrize(
     ("cls", "key"),
     [
-        (ChunkMBSPlan, "packed_kwarg_names"),
-        (ChunkMBSPlan, "chunk_tokens"),
         (FSDPPlan, "compile_blocks"),
         (FSDPPlan, "replicate_size"),
     ],
