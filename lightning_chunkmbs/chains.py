@@ -39,7 +39,8 @@ class _Exit:
     __slots__ = ("__weakref__", "_away", "call", "grad", "root")
 
     def __init__(self, call: _Call, output: Tensor) -> None:
-        self.call = call
+        # Weak, so that calls that are never back-propagated go without waiting for the garbage collector.
+        self.call = weakref.ref(call)
         self.grad: Tensor | None = None
         # Where the output waits on the host, so does its gradient.
         self._away: Callable[[Tensor], Tensor] | None = None
@@ -91,7 +92,7 @@ class _Probe:
 class _Call:
     """One block call with gradients."""
 
-    __slots__ = ("chained", "entries", "exits", "name", "nodes", "probes")
+    __slots__ = ("__weakref__", "chained", "entries", "exits", "name", "nodes", "probes")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -223,8 +224,8 @@ class BlockCalls:
         sources = [self._given[t] for t in tensors if t in self._given and self._given[t].version == t._version]
         if not sources or len(sources) < len(tensors):
             return False
-        earlier: _Call = sources[0].exit.call
-        if earlier.chained is not None or any(s.exit.call is not earlier for s in sources):
+        earlier: _Call | None = sources[0].exit.call()
+        if earlier is None or earlier.chained is not None or any(s.exit.call() is not earlier for s in sources):
             return False
         if any(t._backward_hooks or t.retains_grad for t in tensors):
             return False  # these belong to what was handed out, which a chain would leave out
