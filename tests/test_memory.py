@@ -91,3 +91,33 @@ def test_streaming_in_lockstep_leaves_what_each_step_makes_itself():
 def test_streaming_in_lockstep_does_not_depend_on_the_number_of_micro_batches():
     [found] = run_on_ranks(1, peaks, LOCKSTEP, streaming("net.embedding"))
     assert found[-1] <= 1.10 * found[0]
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+
+def allocations_by_step(way: str, options: dict[str, Any], n: int = 4, steps: int = 4) -> list[int]:
+    """Host buffers allocated until the end of each optimizer step."""
+    micro, samples = (n, 1) if way == LOCKSTEP else (1, n)
+    data = [torch.randint(VOCABULARY, (samples, LONG)) for _ in range(micro * steps)]
+    module = Counting(build(Pooled))
+    trainer = make_trainer(chunked(1, **options), max_steps=steps, accumulate_grad_batches=micro)
+    trainer.fit(module, Loader(data))
+    return module.allocations
+
+
+class Counting(Windowed):
+    def __init__(self, net: Pooled) -> None:
+        super().__init__(net)
+        self.allocations: list[int] = []
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.allocations.append(self.trainer.strategy._applied.store.allocations)
+
+
+@pytest.mark.parametrize("options", [{}, streaming()])
+@pytest.mark.parametrize("way", [LOCKSTEP, CUT])
+def test_host_memory_is_allocated_in_the_first_steps_only(way, options):
+    [allocations] = run_on_ranks(1, allocations_by_step, way, options)
+    assert len(allocations) == 4
+    assert allocations[1] == allocations[-1] > 0
