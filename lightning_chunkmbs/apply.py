@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
-from .checks import check_structure
+from .checks import check_coupling, check_structure
 from .chunked_tensor import Cuts
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
@@ -103,6 +103,7 @@ class AppliedModel:
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
         check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
+        check_coupling({name: modules[name] for name in names.chunk}, self._notices)
         self._log(names)
         self._warn_sharding()
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))

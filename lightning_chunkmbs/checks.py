@@ -10,9 +10,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .dtypes import Dtypes
 from .fsdp2 import group_mesh
+from .report import Notices
+
+_CAPACITIES = ("capacity_factor", "expert_capacity")  # as routers that drop tokens call what they keep
 
 
 def check_structure(
@@ -48,6 +52,44 @@ def check_structure(
     if dtypes.shards is None:
         made = {name: modules[name] for name in modules if name and isinstance(modules[name], FSDPModule)}
         _check_dtypes(root, {**blocks, **further, **made})
+
+
+def check_coupling(blocks: Mapping[str, nn.Module], notices: Notices) -> None:
+    """Look in blocks that are cut for layers whose result for a sample depends on the others of the batch.
+
+    Warns of batch statistics and of routers with a capacity. What couples samples in another way is not seen.
+
+    Args:
+        blocks: chunked blocks by name.
+        notices: where warnings go.
+
+    Raises:
+        ValueError: a layer takes statistics over all ranks, whose numbers of chunks may differ.
+    """
+    inner = [(f"{b}.{n}".rstrip("."), m) for b, block in blocks.items() for n, m in block.named_modules()]
+    norms = [(name, m) for name, m in inner if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
+    synced = next((name for name, m in norms if isinstance(m, nn.SyncBatchNorm)), None)
+    if synced is not None:
+        raise ValueError(
+            f"A block that is cut runs no collective for each chunk: ranks may have different numbers of chunks. "
+            f"'{synced}' is a SyncBatchNorm in training mode. Take its block out of all plans (recomputation would "
+            f"repeat its collective too), use GroupNorm, or freeze its statistics with eval() before the fit."
+        )
+    cure = "Take its block out of chunkmbs_plan and leave it in recompute_plan: it is then one chunk per micro-batch"
+    if norms:
+        notices.warn(
+            "batch statistics",
+            f"'{norms[0][0]}' ({type(norms[0][1]).__name__}) takes statistics over the batch, and its block is cut: "
+            f"they are those of a chunk. {cure}. Or use GroupNorm, or eval() before the fit.",
+        )
+    routers = [(n, a) for n, m in inner for a in _CAPACITIES if isinstance(getattr(m, a, None), (int, float))]
+    if routers:
+        notices.warn(
+            "capacity",
+            f"'{routers[0][0]}' has {routers[0][1]}, and its block is cut: where tokens of several samples compete for "
+            f"an expert's capacity, those of a chunk do now, and other tokens are dropped than in the whole batch. "
+            f"{cure}. Or turn the capacity off.",
+        )
 
 
 def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -18,7 +18,8 @@ class OutputJoin:
     """Joins the outputs of the chunks of one call.
 
     Batch tensors become one along ``batch_dim``; floating 0-dim tensors become the mean weighted by chunk size; None
-    stays None. Containers are those that :func:`~.trees.map_tree` enters. A single output is returned as is.
+    stays None. A tensor of size 1 that is the same in every chunk (a table of position biases) is returned once.
+    Containers are those that :func:`~.trees.map_tree` enters. A single output is returned as is.
 
     Args:
         block: name of the block, for messages.
@@ -39,6 +40,7 @@ class OutputJoin:
         self._block, self._sizes, self._dim, self._cuts, self._stream = block, tuple(sizes), batch_dim, cuts, stream
         self._paths: list[str] | None = None
         self._assemblies: dict[str, Assembly] = {}
+        self._tables: set[str] = set()  # paths of outputs that have size 1 in chunks of more
 
     def place(self, i: int, output: Any) -> Any:
         """Take the output of chunk ``i``, in any order, and return it with its batch tensors where they will be joined.
@@ -69,6 +71,9 @@ class OutputJoin:
                 f"outside the block, or take the block out of chunkmbs_plan."
             )
         size = self._sizes[i]
+        if value.ndim > self._dim and value.size(self._dim) == 1 != size:
+            self._tables.add(path)  # whether it is one is known when all chunks are there
+            return value
         if value.ndim <= self._dim or value.size(self._dim) != size:
             raise ValueError(
                 f"{self._block}: an output tensor of a block that is cut has its chunk's size along batch_dim="
@@ -113,6 +118,8 @@ class OutputJoin:
             raise TypeError(
                 f"{self._block}: output{path} is {' and '.join(kinds)} in different chunks, which cannot be joined."
             )
+        if path in self._tables:
+            return self._table(path, values)
         if all(isinstance(value, HostTensor) for value in values):
             whole: Tensor = join(values, self._dim)
         elif path in self._assemblies:
@@ -122,6 +129,18 @@ class OutputJoin:
         if self._cuts is not None and whole.requires_grad:
             self._cuts.remember(whole, self._dim, values)
         return whole
+
+    def _table(self, path: str, values: list[Any]) -> Any:
+        """Return the one table that all chunks made; its gradient is all in the chunk that it is taken from."""
+        first = values[0]
+        if not all(value.shape == first.shape and torch.equal(value, first) for value in values):
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise ValueError(
+                f"{self._block}: an output tensor of a block that is cut has its chunk's size along batch_dim="
+                f"{self._dim}, or size 1 and the same values in every chunk; output{path} ({first.dtype}) has shapes "
+                f"{shapes} for chunks of {', '.join(map(str, self._sizes))}, and values that differ."
+            )
+        return first
 
 
 def _is_mean(value: Any) -> bool:

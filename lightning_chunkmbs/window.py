@@ -152,7 +152,9 @@ class Window:
             try:
                 self._model.sharded.call(lockstep.forward, steps, finish, backward_follows=True)
             except Exception as error:
-                self._refuse_mixed(error)  # a step that read another's value may well have failed by it
+                _refuse_mixed(
+                    self._attributes.mixed(), error
+                )  # a step that read another's value may well have failed by it
                 raise
         self._check_first(lockstep)
         self.state = "open" if len(batches) > 1 else ""
@@ -271,26 +273,28 @@ class Window:
         further = {name: module.get_submodule(name) for name in named}
         return StepAttributes({**near, **further}, only=named, outside=outside)
 
-    def _refuse_mixed(self, cause: Exception | None = None) -> None:
-        mixed = self._attributes.mixed()
-        if mixed:
-            raise RuntimeError(
-                f"In lockstep a step keeps attributes that it assigns on the LightningModule and its direct children. "
-                f"Several steps assigned others, each its own value: {', '.join(mixed)}. Write lockstep_attributes: "
-                f"{mixed} in chunkmbs_plan, or max_lockstep: 1."
-            ) from cause
-
     def _check_first(self, lockstep: Lockstep) -> None:
         if not self._first:
             return
         self._first = False
-        self._refuse_mixed()
+        own = self._attributes.mixed(), [(step, name) for step, name, _ in lockstep.collectives]
+        everyone: list[Any] = [own]
         mesh = self._model.mesh
         if mesh.size() > 1:
-            own = [(step, name) for step, name, _ in lockstep.collectives]
-            everyone: list[Any] = [None] * mesh.size()
+            everyone = [None] * mesh.size()
             dist.all_gather_object(everyone, own, group=mesh.get_group())
-            _refuse_mismatch(everyone)
+        # What one rank alone found (its batches had images) is an error on all, or the others would wait for it.
+        _refuse_mixed(list(dict.fromkeys(name for mixed, _ in everyone for name in mixed)))
+        _refuse_mismatch([collectives for _, collectives in everyone])
+
+
+def _refuse_mixed(mixed: list[str], cause: Exception | None = None) -> None:
+    if mixed:
+        raise RuntimeError(
+            f"In lockstep a step keeps attributes that it assigns on the LightningModule and its direct children. "
+            f"Several steps assigned others, each its own value: {', '.join(mixed)}. Write lockstep_attributes: "
+            f"{mixed} in chunkmbs_plan, or max_lockstep: 1."
+        ) from cause
 
 
 def _outputs(result: ClosureResult) -> dict[str, Any]:

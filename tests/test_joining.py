@@ -161,7 +161,7 @@ def test_what_cannot_be_joined_is_refused_with_block_and_type(form: Callable[[Te
     ("form", "pattern"),
     [
         (lambda h: (h, h.mean(0)), r"output\[1\] \(torch.float32\) has shape \(2, 6\) for a chunk of 1"),
-        (lambda h: (h, h.mean(0, keepdim=True)), r"has shape \(1, 2, 6\) for a chunk of 2"),
+        (lambda h: (h, h.mean(0, keepdim=True)), r"has shapes \(1, 2, 6\), \(1, 2, 6\) for chunks of 2, 1, and values"),
         (lambda h: {"h": h, "n": h.argmax()}, r"output\['n'\] \(torch.int64\) has shape \(\) for a chunk of"),
         (lambda h: h.flatten(0, 1), r"output \(torch.float32\) has shape \(2, 6\) for a chunk of 1"),
     ],
@@ -170,6 +170,32 @@ def test_an_output_without_its_chunks_batch_size_is_refused(form: Callable[[Tens
     twins = make_twins(Returns(form), chunk_mbs=2)
     with pytest.raises(ValueError, match=rf"^{re.escape(NAME)}: .*batch_dim=0.*{pattern}"):
         twins.block(leaf(3, 2, 6))
+
+
+class WithTable(nn.Module):
+    """A block that returns a learnt table beside its hidden states, as T5's first block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x + self.table), self.table * 2
+
+
+@pytest.mark.parametrize("chunk_mbs", [1, 2, 3, 5])
+def test_a_table_that_every_chunk_returns_is_one_table(chunk_mbs: int) -> None:
+    twins = make_twins(WithTable(), chunk_mbs=chunk_mbs, offload=True)
+    results = []
+    for block in (twins.plain, twins.block):
+        hidden, table = block(leaf(5, 2, 6))
+        assert len(table) == (5 if block is twins.block and chunk_mbs == 1 else 1)
+        (hidden * table).square().sum().backward()
+        results.append((hidden, block.table.grad))
+    assert twins.counter.take().chunks == -(-5 // chunk_mbs)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_an_output_without_the_batch_dimension_is_refused() -> None:
