@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
@@ -17,7 +18,7 @@ from .chunked_tensor import Cuts
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
-from .materialize import materialize, move
+from .materialize import convert, materialize, move
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
@@ -146,6 +147,8 @@ class AppliedModel:
             gather=gather_around,
             buffers=BlockBuffers(block),
             cuts=self._cuts,
+            # A group that the user made keeps its own policy, which FSDP2 applies.
+            dtypes=Dtypes() if isinstance(block, FSDPModule) else self.dtypes,
             save_ops=self._save_ops,
             stream=store.put if store is not None and self._streams else None,
             last=name == list(self.blocks)[-1],
@@ -185,7 +188,7 @@ class AppliedModel:
         materialize(self._root, device)
         move(self._root, device)
         if self.dtypes.shards is not None:
-            self._root.to(self.dtypes.shards)
+            convert(self._root, self.dtypes.shards)
         initialize(self._root)
         self.replicated.broadcast()
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.

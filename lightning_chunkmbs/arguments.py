@@ -81,13 +81,14 @@ class _Argument:
 
 Template = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Cuts a tensor along a dimension into pieces of the given sizes. With them comes what each piece, by its index, passes
-# through when its chunk is run; None if nothing.
-Cut = Callable[[Tensor, tuple[int, ...], int], tuple[tuple[Tensor, ...], "Callable[[int, Tensor], Tensor] | None"]]
+Rejoin = Callable[[int, Tensor], Tensor]
+# Cuts a tensor along a dimension into pieces of the given sizes; without dimension it is one piece that all chunks
+# share. With them comes what each piece, by its chunk's index, passes through when the chunk is run; None if nothing.
+Cut = Callable[[Tensor, tuple[int, ...], "int | None"], tuple[tuple[Tensor, ...], "Rejoin | None"]]
 
 
-def _split(tensor: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[tuple[Tensor, ...], None]:
-    return tensor.split(sizes, dim), None
+def _split(tensor: Tensor, sizes: tuple[int, ...], dim: int | None) -> tuple[tuple[Tensor, ...], None]:
+    return (tensor,) if dim is None else tensor.split(sizes, dim), None
 
 
 def fill(template: Template, values: Sequence[Tensor], i: int = 0) -> Template:
@@ -119,7 +120,7 @@ class CutCall:
     sizes: tuple[int, ...]
     pieces: list[tuple[Tensor, ...]]
     entry: int | None
-    rejoins: list[Callable[[int, Tensor], Tensor] | None]
+    rejoins: list[Rejoin | None]
     dim: int = 0
 
     @property
@@ -292,15 +293,14 @@ def _warn_undeclared(block: str, rule: CutRule, found: list[_Argument], batch: i
             )
 
 
-def _cut(
-    argument: _Argument, sizes: tuple[int, ...], cut: Cut
-) -> tuple[tuple[Tensor, ...], Callable[[int, Tensor], Tensor] | None]:
+def _cut(argument: _Argument, sizes: tuple[int, ...], cut: Cut) -> tuple[tuple[Tensor, ...], Rejoin | None]:
     if argument.pieces:
         return argument.pieces, None
     dim, batch = argument.batch_dim, sum(sizes)
-    if dim is None or argument.tensor.ndim == 0 or argument.size != batch or len(sizes) == 1:
+    if len(sizes) < 2:
         return (argument.tensor,), None
-    return cut(argument.tensor, sizes, dim)
+    shared = dim is None or argument.tensor.ndim == 0 or argument.size != batch
+    return cut(argument.tensor, sizes, None if shared else dim)
 
 
 def _entry(found: list[_Argument], batch: int | None) -> int | None:

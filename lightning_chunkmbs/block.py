@@ -32,6 +32,7 @@ from .arguments import CutCall, CutRule, Template, cut_call, fill
 from .block_buffers import BlockBuffers
 from .caches import drop_cache, holds_cache
 from .chunked_tensor import Cuts
+from .dtypes import Dtypes
 from .host_functions import load
 from .host_tensor import HostTensor, Put
 from .joining import OutputJoin
@@ -42,7 +43,7 @@ from .report import Notices, StepCounter
 from .selective import SaveOps
 from .stored_activation import version
 from .ties import knots_for, tie
-from .trees import tree_leaves
+from .trees import map_tree, tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
 
@@ -89,6 +90,7 @@ class BlockSettings:
             ended; the first chunk is taken to do so.
         buffers: the block's buffers.
         cuts: remembers of which chunks the model's batches are made; shared by its blocks.
+        dtypes: to what the tensors and outputs of chunks are cast.
         save_ops: operators whose results are kept and not computed again.
         stream: moves outputs of chunks to the host until they are needed; None leaves them on the device.
         last: whether the block runs last. The chunk that it runs last is needed first in backward and does not travel.
@@ -107,6 +109,7 @@ class BlockSettings:
     writes_entry: bool = True
     buffers: BlockBuffers = field(default_factory=lambda: BlockBuffers(nn.Module()))
     cuts: Cuts = field(default_factory=Cuts)
+    dtypes: Dtypes = field(default_factory=Dtypes)
     stream: Put | None = None
     last: bool = False
     save_ops: SaveOps | None = None
@@ -289,8 +292,13 @@ def _contexts(settings: BlockSettings) -> Contexts:
 
 def _forward(settings: BlockSettings, template: Template, i: int, values: Sequence[Tensor], again: bool) -> Any:
     # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
-    args, kwargs = fill(template, [load(value, forward=not again) for value in values], i)
-    return settings.forward(*args, **kwargs)
+    values = settings.dtypes.cast_call([load(value, forward=not again) for value in values])
+    args, kwargs = fill(template, values, i)
+    output = settings.dtypes.cast_output(settings.forward(*args, **kwargs))
+    if settings.save_ops is None or again:
+        return output
+    save = settings.save_ops
+    return map_tree(lambda leaf, _: save.apart(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _dense(tensor: Tensor) -> Tensor:

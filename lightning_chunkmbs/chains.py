@@ -27,6 +27,7 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block import BlockCall
+from .chunked_tensor import refuse_late_hooks, same_values
 from .guards import walk
 from .host_functions import grad_to_host
 from .host_tensor import HostTensor
@@ -83,6 +84,12 @@ class _Probe:
         self._alias = tensor.detach()
         self._alias.data = tensor.new_empty(0)
         self._version = tensor._version
+        self._tensor = weakref.ref(tensor)
+
+    def check_hooks(self) -> None:
+        tensor = self._tensor()
+        if tensor is not None:
+            refuse_late_hooks(tensor)
 
     @property
     def changed(self) -> bool:
@@ -131,6 +138,10 @@ class _Given(NamedTuple):
     exit: _Exit
     output: Tensor
     version: int
+
+    def unchanged(self, handed: Tensor) -> bool:
+        """Return whether what was handed out still has the output's values."""
+        return handed._version == self.version and same_values(handed, self.output)
 
 
 class BlockCalls:
@@ -221,7 +232,7 @@ class BlockCalls:
     def _continue_chain(self, call: _Call, calls: list[BlockCall]) -> bool:
         """Continue the graph of an earlier call if all that comes in was handed out by it, and is what it was then."""
         tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
-        sources = [self._given[t] for t in tensors if t in self._given and self._given[t].version == t._version]
+        sources = [self._given[t] for t in tensors if t in self._given and self._given[t].unchanged(t)]
         if not sources or len(sources) < len(tensors):
             return False
         earlier: _Call | None = sources[0].exit.call()
@@ -258,6 +269,8 @@ def _cut(value: Tensor, exit_: _Exit) -> Tensor:
 
 def _refuse_changed(calls: list[_Call]) -> None:
     for call in calls:
+        for probe in call.probes:
+            probe.check_hooks()
         if any(probe.changed for probe in call.probes):
             raise RuntimeError(
                 f"What {call.name} was called with has been modified by an inplace operation since, and its backward "

@@ -14,6 +14,7 @@ nothing written in place goes unnoticed, and yet no view, so that code between b
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +23,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .arguments import Rejoin
 from .host_functions import split
 from .host_tensor import HostTensor
-
-# Brings a piece back into the graph of its batch, behind whatever saw all pieces at once.
-Rejoin = Callable[[int, Tensor], Tensor]
 
 
 class Assembly:
@@ -41,6 +40,18 @@ class Assembly:
         self.sizes, self.dim = tuple(sizes), dim
         self._buffer: Tensor | None = None
         self._slots: list[Tensor] = []
+        self._whole: Callable[[], Tensor | None] = lambda: None
+        self.taken = False  # a later block has taken the chunks in place of the batch
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that were set on the batch after its chunks had been taken.
+
+        Raises:
+            RuntimeError: there is one, or its gradient is to be retained.
+        """
+        whole = self._whole() if self.taken else None
+        if whole is not None:
+            refuse_late_hooks(whole)
 
     def fits(self, value: Tensor) -> bool:
         """Return whether a chunk has dtype, device and (but for the batch) shape of the chunks before it."""
@@ -57,7 +68,7 @@ class Assembly:
             shape[self.dim] = sum(self.sizes)
             self._buffer = torch.empty(shape, dtype=value.dtype, device=value.device, memory_format=_format(value))
             self._slots = list(self._buffer.split(self.sizes, self.dim))
-        placed: Tensor = _Place.apply(value, self._slots[i])
+        placed: Tensor = _Place.apply(value, self._slots[i], self)
         return placed
 
     def whole(self, chunks: Sequence[Tensor]) -> Tensor:
@@ -68,6 +79,7 @@ class Assembly:
         if self._buffer is None or any(not _same_memory(c, s) for c, s in zip(chunks, self._slots, strict=True)):
             return torch.cat(list(chunks), self.dim)
         whole: Tensor = _Whole.apply(self._buffer, self.sizes, self.dim, *chunks)
+        self._whole = weakref.ref(whole)
         return whole
 
 
@@ -86,13 +98,37 @@ class _Place(Function):
     """Copies a chunk to its place in the batch."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, slot: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, slot: Tensor, assembly: Assembly) -> Tensor:
+        ctx.check_hooks = weakref.WeakMethod(assembly.check_hooks)
         slot.copy_(value)
         return slot.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        check_hooks = ctx.check_hooks()
+        if check_hooks is not None:
+            check_hooks()
+        return grads[0], None, None
+
+
+def same_values(tensor: Tensor, alias: Tensor) -> bool:
+    """Return whether a tensor still shows the memory of its alias (it may be given another through ``.data``)."""
+    if isinstance(tensor, HostTensor) or isinstance(alias, HostTensor):
+        return isinstance(tensor, HostTensor) and tensor.same_values(alias)
+    return tensor.data_ptr() == alias.data_ptr()
+
+
+def refuse_late_hooks(tensor: Tensor) -> None:
+    """Refuse a hook on a tensor whose gradient will not be computed.
+
+    Raises:
+        RuntimeError: there is one, or its gradient is to be retained.
+    """
+    if tensor._backward_hooks or tensor.retains_grad:
+        raise RuntimeError(
+            f"A hidden state of shape {tuple(tensor.shape)} got register_hook() or retain_grad() after the next block "
+            f"had taken it in pieces, so it has no gradient of its own. Call them before the next block runs."
+        )
 
 
 class _Whole(Function):
@@ -112,6 +148,8 @@ class _Cut(NamedTuple):
     dim: int
     chunks: tuple[Tensor, ...]
     version: int
+    alias: Tensor
+    assembly: Assembly | None
 
 
 class Cuts:
@@ -121,16 +159,18 @@ class Cuts:
         # By the batch and as long as it lives.
         self._cuts: Any = WeakTensorKeyDictionary()
 
-    def remember(self, whole: Tensor, dim: int, chunks: Sequence[Tensor]) -> None:
-        """Note the chunks of a batch."""
-        self._cuts[whole] = _Cut(dim, tuple(chunks), whole._version)
+    def remember(self, whole: Tensor, dim: int, chunks: Sequence[Tensor], assembly: Assembly | None = None) -> None:
+        """Note the chunks of a batch, and what put it together."""
+        self._cuts[whole] = _Cut(dim, tuple(chunks), whole._version, whole.detach(), assembly)
 
-    def cut(self, whole: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[tuple[Tensor, ...], Rejoin | None]:
-        """Cut a batch along ``dim`` into pieces of ``sizes``.
+    def cut(self, whole: Tensor, sizes: tuple[int, ...], dim: int | None) -> tuple[tuple[Tensor, ...], Rejoin | None]:
+        """Cut a batch along ``dim`` into pieces of ``sizes``; without ``dim`` all chunks share it.
 
         Returns:
-            The pieces, and what each of them passes through before it is used (see :data:`Rejoin`).
+            The pieces, and what each of them passes through before it is used (see :data:`~.arguments.Cut`).
         """
+        if dim is None:
+            return self._share(whole)
         known = self._known(whole, sizes, dim)
         if known is not None:
             return known, None
@@ -141,15 +181,26 @@ class Cuts:
         gradient = _Gradient(whole, sizes, dim)
         return _Split.apply(whole, gradient), gradient.rejoin
 
+    def _share(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], Rejoin | None]:
+        """Hand one tensor to all chunks; gradients of chunks are added up in fp32 where it has less."""
+        if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.dtype.itemsize < 4):
+            return (tensor,), None
+        total = _Total(tensor.dtype)
+        return (_Shared.apply(tensor, total),), total.rejoin
+
     def _known(self, whole: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, ...] | None:
         """The chunks of which a block made ``whole``, if it is still what it was and would be cut the same way."""
         cut: _Cut | None = self._cuts.get(whole)
         if cut is None or cut.dim != dim or tuple(c.size(dim) for c in cut.chunks) != sizes:
             return None
+        if not same_values(whole, cut.alias):
+            return None
         if whole._version != cut.version or whole.requires_grad != cut.chunks[0].requires_grad:
             return None
         if whole.requires_grad and (whole._backward_hooks or whole.retains_grad):
             return None  # these belong to the batch, which the chunks would leave out
+        if cut.assembly is not None:
+            cut.assembly.taken = True
         return cut.chunks
 
 
@@ -209,3 +260,51 @@ class _Deposit(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.gradient.put(ctx.i, grads[0]), None, None
+
+
+class _Total:
+    """Gradient of a tensor that all chunks share, added up in fp32: autograd would add in the tensor's own dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sum: Tensor | None = None
+
+    def rejoin(self, _i: int, tensor: Tensor) -> Tensor:
+        added: Tensor = _AddUp.apply(tensor, self)
+        return added
+
+    def add(self, grad: Tensor) -> None:
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        self._sum = grad.clone() if self._sum is None else self._sum.add_(grad)
+
+    def take(self) -> Tensor | None:
+        total, self._sum = self._sum, None
+        return None if total is None else total.to(self._dtype)
+
+
+class _Shared(Function):
+    """Where a shared tensor enters the block: its gradient is what its uses have added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: _Total) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.total = total
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.total.take(), None
+
+
+class _AddUp(Function):
+    """Where one chunk uses a shared tensor; its gradient goes no further than to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: _Total) -> Tensor:
+        ctx.total = total
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.total.add(grads[0])
+        return None, None

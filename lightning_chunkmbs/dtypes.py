@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .trees import map_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +31,32 @@ class Dtypes:
     output: torch.dtype | None = None
     cast_inputs: bool = False
 
-    def policy(self, *, root: bool = False) -> MixedPrecisionPolicy:
-        """Return FSDP2's policy for a group; the root's outputs are what steps return, and stay as they are."""
+    def policy(self, *, casts: bool) -> MixedPrecisionPolicy:
+        """Return FSDP2's policy for a group.
+
+        Args:
+            casts: FSDP2 casts inputs and outputs. Blocks cast those of each chunk themselves, and the root's outputs
+                are what steps return.
+        """
         return MixedPrecisionPolicy(
             # FSDP2 casts inputs to `param_dtype` only, so it is named for converted shards too.
             param_dtype=self.computed,
             reduce_dtype=self.reduce,
-            output_dtype=None if root else self.output,
-            cast_forward_inputs=self.cast_inputs,
+            output_dtype=self.output if casts else None,
+            cast_forward_inputs=self.cast_inputs and casts,
+        )
+
+    def cast_call(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return a chunk's tensors, floating ones in the dtype of computation if they are to be cast."""
+        dtype = self.computed if self.cast_inputs else None
+        return [v if dtype is None or not v.is_floating_point() else v.to(dtype) for v in values]
+
+    def cast_output(self, output: Any) -> Any:
+        """Return a chunk's output, floating tensors in the dtype of outputs if there is one."""
+        if self.output is None:
+            return output
+        return map_tree(
+            lambda v, _: v.to(self.output) if isinstance(v, Tensor) and v.is_floating_point() else v, output
         )
 
     @property

@@ -67,7 +67,7 @@ def shard(
                 module,
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward and module not in further and module is not root,
-                mp_policy=dtypes.policy(root=module is root),
+                mp_policy=dtypes.policy(casts=module in further),
                 offload_policy=offload,
                 ignored_params=whole,
             )

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .fsdp2 import in_backward
+
 # FSDP2's node over the inputs of a block call.
 _BLOCK_NODE = "RegisterPostBackwardFunctionBackward"
 
@@ -68,6 +70,7 @@ class Guards:
         """Watch inside this context."""
         with ExitStack() as stack:
             stack.enter_context(_replaced(torch.random, "fork_rng", self._fork_rng(torch.random.fork_rng)))
+            stack.enter_context(no_reentrant_checkpoint())
             backward = self._retaining(self._autograd("backward", torch.autograd.backward))
             stack.enter_context(_replaced(torch.autograd, "backward", backward))
             stack.enter_context(_replaced(torch.autograd, "grad", self._autograd("grad", torch.autograd.grad)))
@@ -126,6 +129,25 @@ class Guards:
             return fn(*args, **kwargs)
 
         return wrapped
+
+
+@contextmanager
+def no_reentrant_checkpoint() -> Iterator[None]:
+    """Refuse blocks in reentrant checkpoints: these back-propagate a block once for each step, which reduces once."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def wrapped(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if in_backward() and any(node.name() == _BLOCK_NODE for node in walk(tensors)):
+            raise RuntimeError(
+                "In lockstep a block was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True), which "
+                "back-propagates it once for each micro-batch. Write use_reentrant=False or take the checkpoint "
+                "off (blocks are recomputed anyway), or write max_lockstep: 1 in chunkmbs_plan."
+            )
+        backward(tensors, *args, **kwargs)
+
+    with _replaced(torch.autograd, "backward", wrapped):
+        yield
 
 
 @contextmanager

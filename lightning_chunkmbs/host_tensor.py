@@ -82,12 +82,13 @@ class _Kept:
 class _Values:
     """The values of a HostTensor and of its aliases: parts along ``dim``, and once joined the ``whole``."""
 
-    __slots__ = ("dim", "parts", "put", "sizes", "whole")
+    __slots__ = ("dim", "parts", "put", "sizes", "whole", "written")
 
     def __init__(self, parts: Sequence[Part], dim: int, put: Put) -> None:
         self.parts, self.dim, self.put = list(parts), dim, put
         self.sizes = tuple(part.shape[dim] if part.shape else 1 for part in parts)
         self.whole: Tensor | None = None
+        self.written = False
 
     @classmethod
     def of(cls, whole: Tensor, put: Put) -> _Values:
@@ -169,6 +170,10 @@ class HostTensor(Tensor):
     def untouched(self) -> bool:
         """Whether the values are still those of the parts: nothing has joined them or written to them."""
         return self._held.whole is None and _version(self) == 0
+
+    def same_values(self, other: Tensor) -> bool:
+        """Whether ``other`` is an alias, and nothing has written its values past the version counter."""
+        return isinstance(other, HostTensor) and self._held is other._held and not self._held.written
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -275,8 +280,12 @@ class HostTensor(Tensor):
         Tensor.data.__set__(self, HostTensor(values, new.shape, new.stride()))  # type: ignore[attr-defined]
         self._held = values
 
+    def _exposed(self) -> Tensor:
+        self._held.written = True  # whoever has the memory may write to it
+        return self.whole()
+
     def _plain(self) -> Tensor:
-        return self.whole().detach().requires_grad_(self.requires_grad)
+        return self._exposed().detach().requires_grad_(self.requires_grad)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
@@ -303,10 +312,10 @@ class HostTensor(Tensor):
         return self.whole().tolist()
 
     def data_ptr(self) -> int:
-        return self.whole().data_ptr()
+        return self._exposed().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.whole().untyped_storage()
+        return self._exposed().untyped_storage()
 
 
 def _version(tensor: Tensor) -> int:
@@ -331,6 +340,7 @@ def _run_dense(func: Any, args: Any, kwargs: Any) -> Any:
         if name in _LIKE:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         given.setdefault(id(value.whole()), value)
+        value._held.written |= func._schema.is_mutable  # perhaps of an alias with a version counter of its own (`data`)
         return value.whole()
 
     result = func(*map_tree(dense, args), **map_tree(dense, kwargs))

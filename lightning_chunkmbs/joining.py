@@ -127,7 +127,7 @@ class OutputJoin:
         else:
             whole = torch.cat(values, self._dim)
         if self._cuts is not None and whole.requires_grad:
-            self._cuts.remember(whole, self._dim, values)
+            self._cuts.remember(whole, self._dim, values, self._assemblies.get(path))
         return whole
 
     def _table(self, path: str, values: list[Any]) -> Any:

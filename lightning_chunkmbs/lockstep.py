@@ -21,7 +21,7 @@ from torch import nn
 from .block import BlockCall, block_settings, run_block, run_idle_block
 from .chains import BlockCalls
 from .groups import Agree
-from .guards import Guards
+from .guards import Guards, no_reentrant_checkpoint
 from .sharding import ShardedModel
 from .step_attributes import StepAttributes
 from .step_state import ThreadState
@@ -258,7 +258,7 @@ class Lockstep:
 
     def backward(self) -> None:
         """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
-        with self._sharded.root_held() as release:
+        with no_reentrant_checkpoint(), self._sharded.root_held() as release:
             # Ranks that call different blocks may use different parameters outside them: these agree after all runs.
             self.runs = self._calls.backward(before_last=release if self._agree is None else _do_nothing)
         self._sharded.reduce_root(self._agree)

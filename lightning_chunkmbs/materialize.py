@@ -67,6 +67,23 @@ def _allocate(root: nn.Module, device: torch.device) -> None:
                     slots[name] = made[id(tensor)]
 
 
+def convert(root: nn.Module, dtype: torch.dtype) -> None:
+    """Convert floating parameters and buffers to ``dtype``, all but buffers that no checkpoint has.
+
+    Those are computed from the model's settings (rotary frequencies, say), and rounded they would be others: of 4096
+    positions the last would turn by more than half a circle too much.
+    """
+    tables = [
+        (module, name, module._buffers[name])
+        for module in root.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    ]
+    root.to(dtype)
+    for module, name, table in tables:
+        module._buffers[name] = table
+
+
 @torch.no_grad()
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     blank = torch.empty_like(tensor, device=device)
