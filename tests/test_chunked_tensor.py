@@ -272,6 +272,47 @@ def test_a_block_that_changes_its_part_of_the_batch_is_refused() -> None:
         block(batch() * 1.0)
 
 
+@pytest.mark.parametrize("late", [lambda x: x.retain_grad(), lambda x: x.register_hook(lambda g: g * 2)])
+def test_hooks_that_come_too_late_are_refused(late: Callable[[Tensor], Any]) -> None:
+    seen: list[Tensor] = []
+    stack = chunked_stack(Stack(lambda x: seen.append(x) or x))
+    out = stack(batch())
+    late(seen[0])
+    with pytest.raises(RuntimeError, match=r"after the next block had taken it.* Call them before the next block runs"):
+        out.sum().backward()
+
+
+def other_data(x: Tensor) -> Tensor:
+    x.data = x.data * 2
+    return x
+
+
+@pytest.mark.parametrize("between", [other_data, lambda x: (x.data.mul_(2), x)[1]])
+def test_values_changed_past_autograd_are_those_that_count(between: Callable[[Tensor], Tensor]) -> None:
+    plain, x = Stack(between), batch()
+    ours, theirs = run(chunked_stack(plain), *again(x)), run(plain, *again(x))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
+
+
+class Biased(nn.Module):
+    """Adds a vector that every chunk is given whole."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+
+@pytest.mark.parametrize("chunks", [8, 512])
+def test_gradients_of_what_chunks_share_are_added_up_in_fp32(chunks: int) -> None:
+    block = Biased()
+    chunk(block, rule=CutRule(chunk_mbs=1))
+    weights = torch.rand(chunks, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    (block(torch.zeros(chunks, 1, dtype=torch.bfloat16), bias) * weights).float().sum().backward()
+    exact = weights.double().sum()
+    assert bias.grad.dtype == torch.bfloat16
+    assert abs(bias.grad.double() - exact) / exact < 2**-8  # one rounding
+
+
 # -- nothing stays ----------------------------------------------------------------------------------------------------
 
 

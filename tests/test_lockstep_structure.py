@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from tests import structure_models as models
 from tests.collectives import count_collectives
@@ -97,3 +98,32 @@ def test_gradients_are_the_plain_models_with_as_many_collectives_as_promised(nam
 @pytest.mark.parametrize("name", ["Decoder", "CodeInPlace", "Repeated", "SkipIntoABlock", "Tuples", "SharedMemory"])
 def test_gradients_are_the_plain_models_without_offload(name):
     assert_expected(name, run_on_ranks(2, train_structure, name, {"enable_activation_offload": False}))
+
+
+class Reentrant(models.Decoder):
+    """A user's reentrant checkpoint around blocks."""
+
+    def forward(self, tokens):
+        x = checkpoint(lambda x: self.layers[1](self.layers[0](x)), self.embed(tokens), use_reentrant=True)
+        return self.loss(self.layers[2](x), tokens)
+
+
+def train_reentrant(**options: Any) -> str:
+    net, data = build(Reentrant), micro_batches([2, 2])
+    expected, _ = accumulate(deepcopy(net), [data])
+    try:
+        module = train_window(net, data, chunked(2, chunkmbs_plan=options))
+    except RuntimeError as error:
+        return str(error)
+    assert_close(module.gradients, expected)
+    return "right"
+
+
+def one_by_one() -> str:
+    return train_reentrant(max_lockstep=1)
+
+
+def test_blocks_in_a_reentrant_checkpoint_are_refused_in_lockstep():
+    [message] = run_on_ranks(1, train_reentrant)
+    assert "a block was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True)" in message
+    assert run_on_ranks(1, one_by_one) == ["right"]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_chunkmbs.materialize import convert
 from tests.collectives import count_collectives
 from tests.models import LENGTH, WIDTH, Block, Loader, Stack, batches, chunked
 from tests.one_window import Windowed, train_window
@@ -364,3 +365,14 @@ def test_cpu_offload_on_a_cpu_changes_nothing(precision):
     (first, warned), (second, _) = run_on_ranks(2, on_the_host, precision)
     assert first == second == 0
     assert sum("cpu_offload has no effect on a CPU" in message for message in warned) == 1
+
+
+def test_tables_that_no_checkpoint_has_keep_their_dtype():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].register_buffer("mean", torch.ones(2))
+    net[0].register_buffer("inv_freq", 1 / 10000 ** torch.linspace(0, 1, 8), persistent=False)
+    table = net[0].inv_freq.clone()
+    convert(net, BF16)
+    assert (net[0].weight.dtype, net[0].mean.dtype) == (BF16, BF16)
+    assert net[0].inv_freq.dtype is FP32
+    assert torch.equal(net[0].inv_freq, table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,9 @@ from lightning_chunkmbs.offload import ActivationStore
 from tests import structure_models as models
 from tests.delayed_streams import DelayedStreams
 from tests.models import BLOCKS, chunked
-from tests.one_window import Windowed, build, micro_batches, train_window
+from tests.one_window import Windowed, accumulate, build, micro_batches, train_window
 from tests.ranks import run_on_ranks
+from tests.structure_models import Decoder
 from tests.test_lockstep_structure import DECLARED, LAYERS, STRUCTURES, TOWER
 
 WINDOWS = {"lockstep": [5, 1, 3, 2], "one batch": [5]}
@@ -69,6 +71,31 @@ def streamed_and_not(kinds: list[str], sizes: list[int]) -> list[str]:
 def test_gradients_are_bitwise_those_without_streaming(part, window):
     [wrong] = run_on_ranks(1, streamed_and_not, sorted(STRUCTURES)[part::3], WINDOWS[window])
     assert wrong == []
+
+
+class DataChanged(Decoder):
+    """Changes values between blocks past autograd."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens))
+        x.data.mul_(2)
+        x = self.layers[1](x)
+        x.detach().numpy()[:] *= 0.5
+        return self.loss(self.layers[2](x), tokens)
+
+
+def data_changed(stream: bool, sizes: list[int]) -> float:
+    net, data = build(DataChanged), micro_batches(sizes)
+    expected, _ = accumulate(deepcopy(net), [data])
+    module = train_window(net, data, strategy("Decoder", stream))
+    return max((module.gradients[n] - g).abs().max().item() for n, g in expected.items())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_changed_past_autograd_are_those_that_count(stream, window):
+    [error] = run_on_ranks(1, data_changed, stream, WINDOWS[window])
+    assert error < 1e-5
 
 
 # -- copies that run late ---------------------------------------------------------------------------------------------
