@@ -23,7 +23,9 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     own = _once(model)
     missing = [name for name in own if name not in there]
     if missing:
-        raise KeyError(f"{folder} has no {', '.join(missing[:5])} ({len(missing)} of {len(own)} tensors are not there).")
+        raise KeyError(
+            f"{folder} has no {', '.join(missing[:5])} ({len(missing)} of {len(own)} tensors are not there)."
+        )
     dcp.load(own, storage_reader=reader)
 
 
