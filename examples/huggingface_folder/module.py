@@ -27,7 +27,6 @@ class TextEncoder(LightningModule):
         self.folder, self.result, self.length, self.learning_rate = folder, result, length, learning_rate
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder: torch.nn.Module | None = None
-        self.recalls: list[float] = []
 
     def configure_model(self) -> None:
         if self.encoder is None:  # called for fit and again for validate
@@ -55,17 +54,26 @@ class TextEncoder(LightningModule):
         return sentences @ codes.T
 
     def training_step(self, pairs: tuple[list[str], list[str]], batch_idx: int) -> Tensor:
-        scores = self.similarities(pairs) * 20
-        own = torch.arange(len(scores), device=self.device)
-        return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+        return contrast(self.similarities(pairs))
 
     def validation_step(self, pairs: tuple[list[str], list[str]], batch_idx: int) -> None:
-        found = self.similarities(pairs).argmax(1) == torch.arange(len(pairs[0]), device=self.device)
-        self.log("recall", found.float().mean(), sync_dist=True, batch_size=len(found))
+        similarities = self.similarities(pairs)
+        found = similarities.argmax(1) == torch.arange(len(similarities), device=self.device)
+        values = {"recall": found.float().mean(), "val_loss": contrast(similarities)}
+        self.log_dict(values, sync_dist=True, batch_size=len(found))
 
     def on_validation_epoch_end(self) -> None:
-        self.recalls.append(float(self.trainer.callback_metrics["recall"]))
-        self.print(f"recall of the right code after {self.trainer.global_step} steps: {self.recalls[-1]:.3f}")
+        recall, loss = (float(self.trainer.callback_metrics[name]) for name in ("recall", "val_loss"))
+        steps = self.trainer.global_step
+        self.print(
+            f"held out, after {steps} steps: right code found for {recall:.3f} of the sentences, loss {loss:.3f}"
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), self.learning_rate)
+
+
+def contrast(similarities: Tensor) -> Tensor:
+    """The loss by which each sentence finds its code among those of the batch, and each code its sentence."""
+    scores, own = similarities * 20, torch.arange(len(similarities), device=similarities.device)
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
