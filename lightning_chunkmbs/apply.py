@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +70,13 @@ class Plans:
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """Names of the modules that each plan covers, in definition order."""
+    """Names of the modules that each plan covers, in definition order; groups inside blocks are ``nested``."""
 
     chunk: list[str]
     recompute: list[str]
     offload: list[str]
     further: list[str]
+    nested: list[str]
 
 
 class AppliedModel:
@@ -102,7 +103,8 @@ class AppliedModel:
         names = _resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
-        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
+        further = {name: modules[name] for name in (*names.further, *names.nested)}
+        check_structure(root, self.blocks, further, mesh, dtypes)
         self._log(names)
         self._warn_sharding()
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
@@ -114,13 +116,12 @@ class AppliedModel:
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
-        # Inner groups come before outer ones: a name sorts before the names below it.
-        further = [modules[name] for name in sorted(names.further, reverse=True)]
         fsdp_plan = plans.fsdp_plan or FSDPPlan()
         shard(
             root,
             list(self.blocks.values()),
-            further,
+            _inner_first(modules, names.further),
+            _inner_first(modules, names.nested),
             mesh,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             forward_prefetch=fsdp_plan.forward_prefetch,
@@ -270,8 +271,9 @@ def _resolve(root: nn.Module, plans: Plans) -> _Names:
         _check_covered("chunkmbs_plan", chunk, "activation_offload_plan", offload)
     _check_covered("activation_offload_plan", offload, "recompute_plan", recompute)
     check_not_nested(recompute, plan="recompute_plan")
-    _check_further(further, recompute)
-    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=further)
+    nested = _nested(further, recompute)
+    outside = [name for name in further if name not in nested]
+    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=outside, nested=nested)
 
 
 def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) -> None:
@@ -283,16 +285,17 @@ def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) ->
         )
 
 
-def _check_further(further: list[str], blocks: list[str]) -> None:
-    for name in further:
-        block = next((b for b in blocks if name == b or name.startswith(f"{b}.")), None)
-        if block == name:
-            raise ValueError(f"fsdp_plan names further groups; '{name}' is a block and has a group. Delete it there.")
-        if block is not None:
-            raise ValueError(
-                f"fsdp_plan: a group inside a block is not supported yet; '{name}' is inside the block '{block}' and "
-                f"would be gathered again for every chunk. Delete it from fsdp_plan.apply_modules."
-            )
+def _nested(further: list[str], blocks: list[str]) -> list[str]:
+    """Return the names of further groups that are inside a block."""
+    twice = next((name for name in further if name in blocks), None)
+    if twice is not None:
+        raise ValueError(f"fsdp_plan names further groups; '{twice}' is a block and has a group. Delete it there.")
+    return [name for name in further if any(name.startswith(f"{block}.") for block in blocks)]
+
+
+def _inner_first(modules: Mapping[str, nn.Module], names: list[str]) -> list[nn.Module]:
+    """Return modules by name, inner ones before outer ones: a name sorts before the names below it."""
+    return [modules[name] for name in sorted(names, reverse=True)]
 
 
 def _brief(names: Sequence[str]) -> str:

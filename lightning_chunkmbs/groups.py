@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .dtypes import Dtypes
 from .fsdp2 import follow_shards, fsdp_module, fsdp_state
+from .nested import completed
 
 # Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
 Agree = Callable[[list[int]], list[int]]
@@ -37,6 +38,7 @@ def shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
     further: Sequence[nn.Module],
+    nested: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool,
@@ -44,7 +46,7 @@ def shard(
     dtypes: Dtypes,
     cpu_offload: bool,
 ) -> None:
-    """Put each block, each further module and what is left of ``root`` into an FSDP2 group of its own.
+    """Put each block, each further or nested module and what is left of ``root`` into an FSDP2 group of its own.
 
     Modules that are sharded already keep their group. 0-dim parameters stay whole (FSDP2 refuses them).
 
@@ -52,6 +54,7 @@ def shard(
         root: the LightningModule.
         blocks: blocks, in the order in which they run.
         further: modules outside the blocks, inner ones before outer ones.
+        nested: modules inside blocks, inner ones before outer ones.
         mesh: 1-dimensional data-parallel mesh.
         reshard_after_forward: whether blocks are gathered again for backward.
         forward_prefetch: how many of the next blocks are gathered while one runs.
@@ -61,7 +64,7 @@ def shard(
     whole = {p for p in root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
     # Pinned memory is an accelerator's: torch has none without.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for module in (*blocks, *further, root):
+    for module in (*nested, *blocks, *further, root):
         if not isinstance(module, FSDPModule):
             fully_shard(
                 module,
@@ -84,7 +87,7 @@ def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensor
     with no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
         follow_shards(module)
-    output = body(tensors)
+    output = body(completed(module, tensors))
     with no_inference():
         return state._post_forward(module, (tensors,), output)
 
