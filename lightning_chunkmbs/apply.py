@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from .materialize import materialize, move
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
+from .prefetch import Prefetch
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
 from .selective import SaveOps, find_ops
@@ -114,9 +116,10 @@ class AppliedModel:
         self._streams = offload_plan is not None and offload_plan.stream_hidden_states
         save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
+        fsdp_plan = plans.fsdp_plan or FSDPPlan()
+        self._prefetch = Prefetch(self.blocks, fsdp_plan.forward_prefetch)
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
-        fsdp_plan = plans.fsdp_plan or FSDPPlan()
         shard(
             root,
             list(self.blocks.values()),
@@ -124,11 +127,10 @@ class AppliedModel:
             _inner_first(modules, names.nested),
             mesh,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
-            forward_prefetch=fsdp_plan.forward_prefetch,
             dtypes=dtypes,
             cpu_offload=fsdp_plan.cpu_offload,
         )
-        self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
+        self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch)
         self.replicated = ReplicatedParameters(root, mesh)
         self.agree: Agree | None = None
         self._ready = self._received_checked = False
@@ -143,7 +145,7 @@ class AppliedModel:
             store=store,
             counter=self.counter,
             notices=self._notices,
-            gather=gather_around,
+            gather=partial(gather_around, self._prefetch),
             buffers=BlockBuffers(block),
             cuts=self._cuts,
             save_ops=self._save_ops,

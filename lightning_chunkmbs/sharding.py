@@ -47,6 +47,7 @@ from .fsdp2 import (
     write_back,
 )
 from .groups import Agree, no_inference
+from .prefetch import Prefetch
 from .report import StepCounter
 
 
@@ -57,10 +58,12 @@ class ShardedModel:
         root: the LightningModule, sharded by :func:`shard`.
         blocks: its blocks.
         counter: counts the collectives.
+        prefetch: gathers the next blocks ahead.
     """
 
-    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter) -> None:
+    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter, prefetch: Prefetch) -> None:
         self.root = root
+        self.prefetch = prefetch
         self.blocks = list(blocks)
         inside = {module for block in blocks for module in block.modules()}
         self.further = [m for m in root.modules() if isinstance(m, FSDPModule) and m not in inside and m is not root]
@@ -112,6 +115,7 @@ class ShardedModel:
 
     def _enter(self) -> None:
         self._lost = self._scattered = False
+        self.prefetch.begin()
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         self._reshard()
         with no_inference():
@@ -167,6 +171,7 @@ class ShardedModel:
         Until then the shards are registered, whose gradients a step may look at, clip or clear.
         """
         self._scattered = self._inside
+        self.prefetch.after_backward()
 
     def after_optimizer_step(self) -> None:
         """Reshard when the optimizer stepped inside a step, since the gathered parameters are the old ones."""
@@ -257,6 +262,7 @@ class ShardedModel:
         if self._opened and self._opened.pop():
             self._outside.close()
             if output is None:  # it raised, or has nothing to be back-propagated
+                self.prefetch.forget()
                 self.reset()
                 return None
             return self._leave(output, keep=torch.is_grad_enabled())
@@ -284,6 +290,7 @@ class ShardedModel:
         self._reshard()
         reset_pass(self.root)
         if failed:
+            self.prefetch.forget()
             for module in self._groups:
                 drop_unreduced(module)
             _free_failed_graph()
