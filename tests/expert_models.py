@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.models import WIDTH, Block
 from tests.one_window import Windowed
-from tests.structure_models import CodeBetween, Decoder, Repeated
+from tests.structure_models import CodeBetween, Decoder, Images, Repeated
 
 LONG = 7  # sequences that are shorter do without experts
 
@@ -91,3 +91,12 @@ class SharedExperts(Mixture):
         super().__init__()
         for layer in self.layers[1:]:
             layer.experts = self.layers[0].experts
+
+
+class ImagesWithExperts(Images):
+    """A tower that only some batches need, with experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(ExpertBlock() for _ in range(2))
+        self.layers = self._modules.pop("layers")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from tests import expert_models as models
 from tests.collectives import count_collectives
 from tests.expert_models import Mixture, OwnGroups
-from tests.models import BLOCKS, LAYERS, VOCABULARY, chunked, fit
+from tests.models import BLOCKS, LAYERS, VOCABULARY, Loader, chunked, fit, full, make_trainer
 from tests.one_window import Windowed, accumulate, assert_close, build, train_window
 from tests.ranks import raises_on_ranks, run_on_ranks
 
@@ -80,6 +80,35 @@ TWICE = (4 * 2 * BLOCKS + 1, 2 * GROUPS - 1)
 )
 def test_experts_of_which_one_rank_calls_none(kind, options, expected):
     assert run_on_ranks(2, train_experts, kind, ONE_WITHOUT, options) == [expected] * 2
+
+
+def test_a_tower_with_experts_that_one_rank_does_not_call():
+    options = {
+        "chunkmbs_plan": {"apply_modules": [LAYERS, "net.tower.{*}"]},
+        "fsdp_plan": {"apply_modules": ["net.tower.{*}.experts"]},
+    }
+    shapes = [[(2, 8), (1, 5), (4, 7)], [(1, 8), (3, 6), (1, 7)]]  # an image has an even number of samples
+    blocks, experts = BLOCKS + 2, 2
+    expected = (2 * (blocks + experts) + 1, blocks + experts + 1)
+    assert run_on_ranks(2, train_experts, "ImagesWithExperts", shapes, options) == [expected] * 2
+
+
+def resumed(path: str) -> float:
+    """Two epochs at once, and the second one in a new run from the first one's checkpoint."""
+    data = data_of([[(3, 8), (4, 5)], [(2, 5), (1, 6)]])[dist.get_rank()]
+    whole, first, second = (Windowed(build(Mixture)) for _ in range(3))
+    fit(whole, data, chunked(1, **EXPERTS), max_epochs=2)
+    fit(first, data, chunked(1, **EXPERTS)).save_checkpoint(path)
+    trainer = make_trainer(chunked(1, **EXPERTS), max_epochs=2)
+    trainer.fit(second, Loader(data), ckpt_path=path)
+    assert second.state_dict().keys() == Windowed(build(Mixture)).state_dict().keys()
+    return max(
+        (full(a) - full(b)).abs().max().item() for a, b in zip(whole.parameters(), second.parameters(), strict=True)
+    )
+
+
+def test_a_checkpoint_resumes(tmp_path):
+    assert run_on_ranks(2, resumed, str(tmp_path / "checkpoint")) == [0, 0]
 
 
 def reduced_in_bf16(plan: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
