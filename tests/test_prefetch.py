@@ -121,3 +121,37 @@ def test_only_the_first_gather_of_a_pass_is_waited_for():
         assert waits == ["root", "layers.0", "layers.2"]
     for timeline, _, _ in run_on_ranks(2, second_step, "CodeBetween", 0, LOCKSTEP, []):
         assert len([name for name, left in timeline.waits if left]) == STACK
+
+
+class TwoOptimizers(Windowed):
+    """Back-propagates between the passes of a step, the second time from its first two blocks."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, net = self.optimizers(), self.net
+        for layers in (net.layers, net.layers[:2]):
+            optimizer.zero_grad()
+            x = net.embed(batch)
+            for layer in layers:
+                x = layer(x)
+            self.manual_backward(net.loss(x, batch))
+            optimizer.step()
+
+
+def manual_step() -> Timeline:
+    module = TwoOptimizers(build(Decoder))
+    with recorded(module.net, Block) as timeline:
+        fit(module, micro_batches([4, 4], seed=dist.get_rank()), chunked(2))
+    return timeline
+
+
+def test_a_backward_pass_inside_a_step_ends_what_is_gathered_ahead():
+    for timeline in run_on_ranks(2, manual_step):
+        assert timeline.unused == []
+        # The root is gathered anew in the middle, where the timeline begins again.
+        computed = [event for event in timeline.events if event[0] in ("run", "recompute")]
+        blocks = ["layers.0", "layers.1"]
+        assert computed == [("run", n) for n in blocks] + [("recompute", n) for n in reversed(blocks)]
+        assert timeline.events.index(("gather", "layers.1")) < timeline.events.index(computed[0])
+        assert timeline.events.index(("gather", "layers.0"), 3) < timeline.events.index(computed[2])

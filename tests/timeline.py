@@ -62,9 +62,9 @@ def recorded(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
     names = {id(module): name for name, module in net.named_modules()}
     unshard, wait, forward = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, blocks.forward
 
-    def noting_unshard(self: FSDPParamGroup, *args: Any) -> None:
+    def noting_unshard(self: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
         before = self._all_gather_result
-        unshard(self, *args)
+        unshard(self, *args, **kwargs)
         if self._all_gather_result is not before:
             timeline.gather(names.get(id(self.modules[0]), "root"))
 
