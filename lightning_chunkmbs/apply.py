@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .materialize import convert, materialize, move
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
+from .prefetch import Prefetch
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
 from .selective import SaveOps, find_ops
@@ -71,12 +73,13 @@ class Plans:
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """Names of the modules that each plan covers, in definition order."""
+    """Names of the modules that each plan covers, in definition order; groups inside blocks are ``nested``."""
 
     chunk: list[str]
     recompute: list[str]
     offload: list[str]
     further: list[str]
+    nested: list[str]
 
 
 class AppliedModel:
@@ -103,7 +106,8 @@ class AppliedModel:
         names = _resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
-        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
+        further = {name: modules[name] for name in (*names.further, *names.nested)}
+        check_structure(root, self.blocks, further, mesh, dtypes)
         check_coupling({name: modules[name] for name in names.chunk}, self._notices)
         self._log(names)
         self._warn_sharding()
@@ -114,22 +118,21 @@ class AppliedModel:
         self._streams = offload_plan is not None and offload_plan.stream_hidden_states
         save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
+        fsdp_plan = plans.fsdp_plan or FSDPPlan()
+        self._prefetch = Prefetch(self.blocks, fsdp_plan.forward_prefetch)
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
-        # Inner groups come before outer ones: a name sorts before the names below it.
-        further = [modules[name] for name in sorted(names.further, reverse=True)]
-        fsdp_plan = plans.fsdp_plan or FSDPPlan()
         shard(
             root,
             list(self.blocks.values()),
-            further,
+            _inner_first(modules, names.further),
+            _inner_first(modules, names.nested),
             mesh,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
-            forward_prefetch=fsdp_plan.forward_prefetch,
             dtypes=dtypes,
             cpu_offload=fsdp_plan.cpu_offload,
         )
-        self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
+        self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch)
         self.replicated = ReplicatedParameters(root, mesh)
         self.agree: Agree | None = None
         self._ready = self._received_checked = False
@@ -144,7 +147,7 @@ class AppliedModel:
             store=store,
             counter=self.counter,
             notices=self._notices,
-            gather=gather_around,
+            gather=partial(gather_around, self._prefetch),
             buffers=BlockBuffers(block),
             cuts=self._cuts,
             # A group that the user made keeps its own policy, which FSDP2 applies.
@@ -274,8 +277,9 @@ def _resolve(root: nn.Module, plans: Plans) -> _Names:
         _check_covered("chunkmbs_plan", chunk, "activation_offload_plan", offload)
     _check_covered("activation_offload_plan", offload, "recompute_plan", recompute)
     check_not_nested(recompute, plan="recompute_plan")
-    _check_further(further, recompute)
-    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=further)
+    nested = _nested(further, recompute)
+    outside = [name for name in further if name not in nested]
+    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=outside, nested=nested)
 
 
 def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) -> None:
@@ -287,16 +291,17 @@ def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) ->
         )
 
 
-def _check_further(further: list[str], blocks: list[str]) -> None:
-    for name in further:
-        block = next((b for b in blocks if name == b or name.startswith(f"{b}.")), None)
-        if block == name:
-            raise ValueError(f"fsdp_plan names further groups; '{name}' is a block and has a group. Delete it there.")
-        if block is not None:
-            raise ValueError(
-                f"fsdp_plan: a group inside a block is not supported yet; '{name}' is inside the block '{block}' and "
-                f"would be gathered again for every chunk. Delete it from fsdp_plan.apply_modules."
-            )
+def _nested(further: list[str], blocks: list[str]) -> list[str]:
+    """Return the names of further groups that are inside a block."""
+    twice = next((name for name in further if name in blocks), None)
+    if twice is not None:
+        raise ValueError(f"fsdp_plan names further groups; '{twice}' is a block and has a group. Delete it there.")
+    return [name for name in further if any(name.startswith(f"{block}.") for block in blocks)]
+
+
+def _inner_first(modules: Mapping[str, nn.Module], names: list[str]) -> list[nn.Module]:
+    """Return modules by name, inner ones before outer ones: a name sorts before the names below it."""
+    return [modules[name] for name in sorted(names, reverse=True)]
 
 
 def _brief(names: Sequence[str]) -> str:

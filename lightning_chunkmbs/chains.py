@@ -172,14 +172,16 @@ class BlockCalls:
         call.exits[0].grad = torch.zeros_like(output)
         self._calls.append(call)
 
-    def backward(self, before_last: Callable[[], None]) -> int:
+    def backward(self, expect: Callable[[list[str]], None], before_last: Callable[[], None]) -> int:
         """Back-propagate all calls, last to first, and return the number of runs of autograd.
 
         Args:
+            expect: called with the names of the blocks, in the order in which they are back-propagated.
             before_last: called before the last run.
         """
         continued = {id(call.chained) for call in self._calls if call.chained is not None}
         heads = [call for call in self._calls if id(call) not in continued]
+        expect([call.name for head in reversed(heads) for call in reversed(head.chain()) if call.exits])
         self._calls = []
         self._ahead.clear()
         runs = 0

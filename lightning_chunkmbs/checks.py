@@ -31,7 +31,7 @@ def check_structure(
     Args:
         root: the LightningModule.
         blocks: its blocks by name.
-        further: modules outside blocks that get groups of their own, by name.
+        further: other modules that get groups of their own, outside blocks and inside, by name.
         mesh: 1-dimensional data-parallel mesh.
         dtypes: dtypes of the model.
 
@@ -48,6 +48,7 @@ def check_structure(
         _check_groups(name, block, modules)
     for name, module in modules.items():
         _check_mesh("block" if name in blocks else "module", name, module, mesh)
+    _check_nested(root, blocks, further)
     _check_shared(root, {**blocks, **further})
     if dtypes.shards is None:
         made = {name: modules[name] for name in modules if name and isinstance(modules[name], FSDPModule)}
@@ -118,13 +119,8 @@ def _check_mesh(kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> No
 
 
 def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for child_name, child in block.named_modules():
-        if child is not block and isinstance(child, FSDPModule):
-            raise ValueError(
-                f"A group inside a block is not supported yet; '{name}.{child_name}' has one and would be gathered "
-                f"again for every chunk. Delete the fully_shard(...) call for it."
-            )
-    if not isinstance(block, FSDPModule) and any(isinstance(p, DTensor) for p in block.parameters()):
+    inner = {p for m in block.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    if not isinstance(block, FSDPModule) and any(isinstance(p, DTensor) and p not in inner for p in block.parameters()):
         parents = [n for n, m in modules.items() if isinstance(m, FSDPModule) and name.startswith(f"{n}." if n else "")]
         owner = max(parents, key=len, default="")
         raise ValueError(
@@ -132,6 +128,28 @@ def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module])
             f"'{owner or 'the LightningModule'}' already. Delete the fully_shard(...) call for that module, or call it "
             f"after fully_shard(...) for each block."
         )
+
+
+def _check_nested(root: nn.Module, blocks: Mapping[str, nn.Module], further: Mapping[str, nn.Module]) -> None:
+    """Refuse a group inside a block that is used elsewhere too, or whose parameters are in the block's own group."""
+    asked = set(further.values())
+    nested: dict[nn.Module, str] = {}
+    for name, block in blocks.items():
+        inner = [m for m in block.modules() if m is not block and (m in asked or isinstance(m, FSDPModule))]
+        nested |= dict.fromkeys(inner, name)
+        held = [m for m in inner if not isinstance(m, FSDPModule) and isinstance(block, FSDPModule)]
+        if any(isinstance(p, DTensor) for m in held for p in m.parameters()):
+            raise ValueError(
+                f"fsdp_plan names a group inside the block '{name}', which is a group with all it holds already. "
+                f"Delete the fully_shard(...) call for the block, or the names inside it from fsdp_plan.apply_modules."
+            )
+    for name, module in root.named_modules(remove_duplicate=False):
+        if module in nested and not name.startswith(f"{nested[module]}."):
+            raise ValueError(
+                f"A group inside a block is gathered with it, and that of the block '{nested[module]}' is used as "
+                f"'{name}' too. Take it out of fsdp_plan.apply_modules, delete a fully_shard(...) call for it, or give "
+                f"each block a module of its own."
+            )
 
 
 def _check_shared(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:

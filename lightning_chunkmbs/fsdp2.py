@@ -74,6 +74,27 @@ def param_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
+def nested_groups(block: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a block that are sharded by themselves."""
+    return [module for module in block.modules() if module is not block and isinstance(module, FSDPModule)]
+
+
+def join_groups(block: nn.Module) -> None:
+    """Gather and reduce the groups nested in a block with the block's own, each by collectives of its own.
+
+    Called before FSDP2 is initialized. The hooks of the nested modules have to be taken off.
+    """
+    states = [fsdp_state(module) for module in nested_groups(block)]
+    if states and not hasattr(states[0], "_fsdp_param_groups"):
+        raise RuntimeError(
+            f"A group inside a block ({type(block).__name__}) needs torch 2.12 or newer, and this is "
+            f"{torch.__version__}. Delete it from fsdp_plan.apply_modules, or its fully_shard(...) call."
+        )
+    for state in states:
+        fsdp_state(block)._fsdp_param_groups.extend(state._fsdp_param_groups)
+        state._fsdp_param_groups = []
+
+
 def is_unsharded(module: nn.Module) -> bool:
     """Return whether a sharded module is gathered now."""
     return any(group.is_unsharded for group in param_groups(module))
@@ -230,6 +251,13 @@ def drop_unreduced(module: nn.Module) -> None:
 def has_gradient(param: Any) -> bool:
     """Return whether one of FSDP2's parameters has a gradient that waits for reduction."""
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+
+def fill_missing(param: Any) -> None:
+    """Let one of FSDP2's parameters that has no gradient take part in its reduction with zeros."""
+    if not has_gradient(param):
+        whole = param._unsharded_param
+        whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
 
 def finish_backward(root: nn.Module) -> None:

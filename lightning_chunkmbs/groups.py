@@ -14,7 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from .dtypes import Dtypes
-from .fsdp2 import follow_shards, fsdp_module, fsdp_state
+from .fsdp2 import follow_shards, fsdp_state
+from .nested import completed
+from .prefetch import Prefetch
 
 # Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
 Agree = Callable[[list[int]], list[int]]
@@ -37,31 +39,31 @@ def shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
     further: Sequence[nn.Module],
+    nested: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool,
-    forward_prefetch: int,
     dtypes: Dtypes,
     cpu_offload: bool,
 ) -> None:
-    """Put each block, each further module and what is left of ``root`` into an FSDP2 group of its own.
+    """Put each block, each further or nested module and what is left of ``root`` into an FSDP2 group of its own.
 
     Modules that are sharded already keep their group. 0-dim parameters stay whole (FSDP2 refuses them).
 
     Args:
         root: the LightningModule.
-        blocks: blocks, in the order in which they run.
+        blocks: blocks.
         further: modules outside the blocks, inner ones before outer ones.
+        nested: modules inside blocks, inner ones before outer ones.
         mesh: 1-dimensional data-parallel mesh.
         reshard_after_forward: whether blocks are gathered again for backward.
-        forward_prefetch: how many of the next blocks are gathered while one runs.
         dtypes: dtypes of what is gathered and reduced.
         cpu_offload: keep shards, their gradients and optimizer state on the host.
     """
     whole = {p for p in root.parameters() if p.ndim == 0 and not isinstance(p, DTensor)}
     # Pinned memory is an accelerator's: torch has none without.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for module in (*blocks, *further, root):
+    for module in (*nested, *blocks, *further, root):
         if not isinstance(module, FSDPModule):
             fully_shard(
                 module,
@@ -71,20 +73,19 @@ def shard(
                 offload_policy=offload,
                 ignored_params=whole,
             )
-    if forward_prefetch:
-        for i, module in enumerate(blocks):
-            fsdp_module(module).set_modules_to_forward_prefetch(
-                [fsdp_module(m) for m in blocks[i + 1 : i + 1 + forward_prefetch]]
-            )
 
 
-def gather_around(module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+def gather_around(
+    prefetch: Prefetch, module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]
+) -> Any:
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
     state = fsdp_state(module)
+    prefetch.before_forward(module)
     with no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
         follow_shards(module)
-    output = body(tensors)
+    output = body(completed(module, tensors))
+    prefetch.before_backward(module, output)
     with no_inference():
         return state._post_forward(module, (tensors,), output)
 

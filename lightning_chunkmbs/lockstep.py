@@ -260,5 +260,6 @@ class Lockstep:
         """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
         with no_reentrant_checkpoint(), self._sharded.root_held() as release:
             # Ranks that call different blocks may use different parameters outside them: these agree after all runs.
-            self.runs = self._calls.backward(before_last=release if self._agree is None else _do_nothing)
+            before_last = release if self._agree is None else _do_nothing
+            self.runs = self._calls.backward(self._sharded.prefetch.expect_backward, before_last)
         self._sharded.reduce_root(self._agree)

@@ -136,7 +136,7 @@ class FSDPPlan:
     Args:
         apply_modules: patterns of further modules that get an FSDP2 group of their own; the blocks always have one.
         reshard_after_forward: free a block's gathered parameters after its forward; backward gathers them again.
-        forward_prefetch: how many blocks ahead of the running one are gathered in forward.
+        forward_prefetch: how many blocks ahead of the running one are gathered, in forward and in backward.
         param_dtype: dtype in which parameters are gathered and computed with, ``"bfloat16"`` or ``"float32"``; None:
             that of the Trainer's precision.
         reduce_dtype: dtype in which gradients are reduced; None: that of the Trainer's precision. They are added up in

@@ -4,6 +4,10 @@
 FSDP2 gathers and reduces in forward hooks. For blocks, the root and every further group outside blocks these hooks are
 taken off the modules and called by hand: around all chunks of a block call, and around a whole step for the root.
 
+[Note: nested groups]
+A group inside a block (experts) is gathered and reduced with the block's own, once for all chunks and on every rank,
+whether chunks use it or not.
+
 [Note: further groups]
 A group outside the blocks (a model inside the LightningModule, a head) is gathered when a step begins and stays so.
 Without hooks of its own it is reduced and resharded by FSDP2's final callback of backward, like the root group: one
@@ -25,6 +29,7 @@ from .fsdp2 import (
     clear_shard_gradients,
     count_collectives,
     drop_unreduced,
+    fill_missing,
     finish_backward,
     follow_shards,
     fsdp_module,
@@ -33,13 +38,16 @@ from .fsdp2 import (
     has_gradient,
     in_backward,
     is_unsharded,
+    join_groups,
     keep_casts,
+    nested_groups,
     reset_pass,
     take_hooks_off,
     versions,
     write_back,
 )
 from .groups import Agree, no_inference
+from .prefetch import Prefetch
 from .report import StepCounter
 
 
@@ -50,10 +58,12 @@ class ShardedModel:
         root: the LightningModule, sharded by :func:`shard`.
         blocks: its blocks.
         counter: counts the collectives.
+        prefetch: gathers the next blocks ahead.
     """
 
-    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter) -> None:
+    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter, prefetch: Prefetch) -> None:
         self.root = root
+        self.prefetch = prefetch
         self.blocks = list(blocks)
         inside = {module for block in blocks for module in block.modules()}
         self.further = [m for m in root.modules() if isinstance(m, FSDPModule) and m not in inside and m is not root]
@@ -64,11 +74,14 @@ class ShardedModel:
         self._lost = False  # an exception inside a step has resharded what the rest of the step needs
         self._opened: list[bool] = []
         self._outside = ExitStack()
-        for module in (root, *self.further, *self.blocks):
+        nested = [module for block in self.blocks for module in nested_groups(block)]
+        for module in (root, *self.further, *nested, *self.blocks):
             take_hooks_off(module)
             count_collectives(module, counter)
-        for module in self.further:
+        for module in (*self.further, *nested):
             keep_casts(module)
+        for block in self.blocks:
+            join_groups(block)
         root.zero_grad = functools.partial(self._zero_grad, root.zero_grad)  # type: ignore[method-assign]
         for module in (root, *root.children()):
             if module not in inside and any(True for _ in module.parameters()):
@@ -102,6 +115,7 @@ class ShardedModel:
 
     def _enter(self) -> None:
         self._lost = self._scattered = False
+        self.prefetch.begin()
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         self._reshard()
         with no_inference():
@@ -157,6 +171,7 @@ class ShardedModel:
         Until then the shards are registered, whose gradients a step may look at, clip or clear.
         """
         self._scattered = self._inside
+        self.prefetch.after_backward()
 
     def after_optimizer_step(self) -> None:
         """Reshard when the optimizer stepped inside a step, since the gathered parameters are the old ones."""
@@ -207,9 +222,8 @@ class ShardedModel:
             params = [p for module in groups for p in gathered_params(module) if p.sharded_param.requires_grad]
             missing = agree([int(not has_gradient(p)) for p in params])
             for param, missed_by_all in zip(params, missing, strict=True):
-                if not missed_by_all and not has_gradient(param):
-                    whole = param._unsharded_param
-                    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+                if not missed_by_all:
+                    fill_missing(param)
         if groups:
             finish_backward(self.root)
 
@@ -248,6 +262,7 @@ class ShardedModel:
         if self._opened and self._opened.pop():
             self._outside.close()
             if output is None:  # it raised, or has nothing to be back-propagated
+                self.prefetch.forget()
                 self.reset()
                 return None
             return self._leave(output, keep=torch.is_grad_enabled())
@@ -275,6 +290,7 @@ class ShardedModel:
         self._reshard()
         reset_pass(self.root)
         if failed:
+            self.prefetch.forget()
             for module in self._groups:
                 drop_unreduced(module)
             _free_failed_graph()

@@ -64,6 +64,14 @@ class EverythingBelow(Sharding):
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
+class Inside(Sharding):
+    """Shards a part of a block."""
+
+    def configure_model(self):
+        fully_shard(self.model.layers[2].up, mesh=self.device_mesh["data_parallel"])
+        super().configure_model()
+
+
 class WithOptions(Sharding):
     """Options of its own on every call."""
 
@@ -122,6 +130,11 @@ def test_a_module_with_groups_of_its_own_trains_as_under_the_stock_strategy(kind
 def test_options_of_groups_are_kept():
     for gathers, scatters in run_on_ranks(2, existing_groups, WithOptions):
         assert (gathers, scatters) == (5, 5)  # blocks stay gathered between their forward and their backward
+
+
+def test_a_group_inside_a_block_is_gathered_with_it():
+    for gathers, scatters in run_on_ranks(2, existing_groups, Inside):
+        assert (gathers, scatters) == (5 + 4, 5)
 
 
 def test_groups_and_the_mixin():
@@ -199,11 +212,6 @@ class OtherMeshOfRoot(Toy):
         fully_shard(self, mesh=self.device_mesh["tensor_parallel"])
 
 
-class Inside(Toy):
-    def configure_model(self):
-        fully_shard(self.model.layers[2].up, mesh=self.device_mesh["data_parallel"])
-
-
 class Checkpointed(Toy):
     def configure_model(self):
         self.model.layers[1] = checkpoint_wrapper(self.model.layers[1])
@@ -240,7 +248,6 @@ class CompiledInPlace(Toy):
         ),
         (OtherMeshOutside, "ValueError", r"'model\.head' is sharded over another mesh .*mesh=self\.device_mesh\["),
         (OtherMeshOfRoot, "ValueError", r"sharded over another mesh .*mesh=self\.device_mesh\["),
-        (Inside, "ValueError", r"A group inside a block .*'model\.layers\.2\.up' has one .*Delete the fully_shard"),
         (Checkpointed, "TypeError", r"the block 'model\.layers\.1' already, .*Delete the line .*checkpoint_wrapper"),
         (
             CheckpointedStack,

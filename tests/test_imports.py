@@ -22,6 +22,7 @@ ROWS = [
     {"guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated"},
     {"groups"},
+    {"nested", "prefetch"},
     {"fsdp2", "host_parameters"},
     {"block"},
     {"joining", "recompute", "ties"},

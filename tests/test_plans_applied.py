@@ -75,10 +75,6 @@ def refused(options, kind=Toy):
         ),
         ({"fsdp_plan": {"apply_modules": ["model.layers.1"]}}, r"fsdp_plan .*'model\.layers\.1' is a block"),
         (
-            {"fsdp_plan": {"apply_modules": ["model.layers.1.up"]}},
-            r"fsdp_plan: a group inside a block .*'model\.layers\.1\.up' is inside the block 'model\.layers\.1'",
-        ),
-        (
             {"chunkmbs_plan": {"apply_modules": ["model.layer.{*}"]}},
             r"chunkmbs_plan: .*'model\.layer\.\{\*\}' matches none.*'model\.layers\.\{\*\}' \(3 modules\)",
         ),
