@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
@@ -18,6 +17,7 @@ from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import materialize, move
+from .meshes import Meshes
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
@@ -83,6 +83,7 @@ class AppliedModel:
 
     Attributes:
         plans: what was asked for.
+        meshes: what the dimensions of its devices are for.
         dtypes: dtypes of shards, gathered parameters and reduction.
         sharded: its FSDP2 groups, through which steps run.
         replicated: parameters that every rank holds whole.
@@ -91,18 +92,18 @@ class AppliedModel:
     """
 
     def __init__(
-        self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter, dtypes: Dtypes | None = None
+        self, root: nn.Module, plans: Plans, meshes: Meshes, counter: StepCounter, dtypes: Dtypes | None = None
     ) -> None:
         self.plans = plans
         self.dtypes = dtypes = dtypes or Dtypes()
-        self.mesh = mesh
+        self.meshes = meshes
         self.counter = counter
         self._root = root
         self._notices = Notices()
         names = _resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
-        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, mesh, dtypes)
+        check_structure(root, self.blocks, {name: modules[name] for name in names.further}, meshes, dtypes)
         self._log(names)
         self._warn_sharding()
         store = ActivationStore(counter, self._notices, StoreSettings.of(plans.activation_offload_plan))
@@ -121,14 +122,14 @@ class AppliedModel:
             root,
             list(self.blocks.values()),
             further,
-            mesh,
+            meshes.shard,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             forward_prefetch=fsdp_plan.forward_prefetch,
             dtypes=dtypes,
             cpu_offload=fsdp_plan.cpu_offload,
         )
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
-        self.replicated = ReplicatedParameters(root, mesh)
+        self.replicated = ReplicatedParameters(root, meshes)
         self.agree: Agree | None = None
         self._ready = self._received_checked = False
 
@@ -164,7 +165,7 @@ class AppliedModel:
     def _warn_sharding(self) -> None:
         """Warn of a setting that has no effect here. Called before sharding, when groups are those of users."""
         plan = self.plans.fsdp_plan
-        if plan is not None and plan.cpu_offload and self.mesh.device_type == "cpu":
+        if plan is not None and plan.cpu_offload and self.meshes.data.device_type == "cpu":
             self._notices.warn("cpu offload", "fsdp_plan.cpu_offload has no effect on a CPU, where parameters are.")
         # With converted shards every group computes in their dtype anyway.
         own = [] if self.dtypes.shards or self.dtypes.param is None else whole_groups(self._root)
@@ -189,8 +190,8 @@ class AppliedModel:
         self.replicated.broadcast()
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
         stacks = {name.rpartition(".")[0] for name in self.blocks}
-        if len(stacks) > 1 and self.mesh.size() > 1:
-            self.agree = make_agree(self.mesh)
+        if len(stacks) > 1 and self.meshes.data.size() > 1:
+            self.agree = make_agree(self.meshes.data)
         self._ready = True
 
     @property

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .dtypes import Dtypes
 from .fsdp2 import group_mesh
+from .meshes import Meshes
 
 
 def check_structure(
     root: nn.Module,
     blocks: Mapping[str, nn.Module],
     further: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
+    meshes: Meshes,
     dtypes: Dtypes,
 ) -> None:
     """Refuse modules that cannot be chunked or sharded as asked.
@@ -28,7 +28,7 @@ def check_structure(
         root: the LightningModule.
         blocks: its blocks by name.
         further: modules outside blocks that get groups of their own, by name.
-        mesh: 1-dimensional data-parallel mesh.
+        meshes: what its dimensions of devices are for.
         dtypes: dtypes of the model.
 
     Raises:
@@ -43,7 +43,7 @@ def check_structure(
         _check_wrappers(name, block, modules)
         _check_groups(name, block, modules)
     for name, module in modules.items():
-        _check_mesh("block" if name in blocks else "module", name, module, mesh)
+        _check_mesh("block" if name in blocks else "module", name, module, meshes)
     _check_shared(root, {**blocks, **further})
     if dtypes.shards is None:
         made = {name: modules[name] for name in modules if name and isinstance(modules[name], FSDPModule)}
@@ -65,14 +65,14 @@ def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module
         )
 
 
-def _check_mesh(kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _check_mesh(kind: str, name: str, module: nn.Module, meshes: Meshes) -> None:
     own = group_mesh(module) if isinstance(module, FSDPModule) else None
-    if own is not None and own != mesh:
+    if own is not None and own != meshes.shard:
         label = f"The {kind} '{name}'" if name else "The LightningModule"
-        raise ValueError(
-            f"{label} is sharded over another mesh ({own}) than the strategy's ({mesh}). Pass "
-            f"mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call."
-        )
+        cure = "Delete its fully_shard(...) call"
+        if meshes.shard.ndim == 1:  # one of replicas × shards is not at hand in configure_model
+            cure = "Pass mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call"
+        raise ValueError(f"{label} is sharded over another mesh ({own}) than the strategy's ({meshes.shard}). {cure}.")
 
 
 def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:

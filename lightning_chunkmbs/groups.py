@@ -52,7 +52,7 @@ def shard(
         root: the LightningModule.
         blocks: blocks, in the order in which they run.
         further: modules outside the blocks, inner ones before outer ones.
-        mesh: 1-dimensional data-parallel mesh.
+        mesh: data-parallel mesh, 1-dimensional or replicate × shard.
         reshard_after_forward: whether blocks are gathered again for backward.
         forward_prefetch: how many of the next blocks are gathered while one runs.
         dtypes: dtypes of what is gathered and reduced.

@@ -23,6 +23,7 @@ from .apply import AppliedModel
 from .declared import DeclaredPlans
 from .guards import single_step
 from .host_parameters import backend_for
+from .meshes import Meshes
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
@@ -90,6 +91,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             chunkmbs_plan=chunkmbs_plan,
             fsdp_plan=fsdp_plan,
         )
+        self._meshes: Meshes | None = None
         self._applied: AppliedModel | None = None
         self._window: Window | None = None
         self._window_outputs: list[dict[str, Any]] = []
@@ -110,11 +112,11 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         plans = self._declared.plans_for(module)
         dtypes = dtypes_for(self.precision_plugin, self._declared.fsdp_plan)
         applied: AppliedModel | None = module.__dict__.get(_APPLIED)
-        mesh = self.device_mesh["data_parallel"]
+        meshes = self._meshes or Meshes(self.device_mesh, self.device_mesh)  # raises before processes have started
         if applied is None:
-            applied = AppliedModel(module, plans, mesh, StepCounter(), dtypes)
+            applied = AppliedModel(module, plans, meshes, StepCounter(), dtypes)
             module.__dict__[_APPLIED] = applied
-        elif (applied.plans, applied.mesh, applied.dtypes) != (plans, mesh, dtypes):
+        elif (applied.plans, applied.meshes, applied.dtypes) != (plans, meshes, dtypes):
             raise RuntimeError(
                 f"A module keeps the plans, devices and precision it was first run with; {type(module).__name__} was "
                 f"given others now. Build a new module for the new Trainer (and load the checkpoint into it)."
@@ -161,13 +163,12 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start processes' communication and make the device mesh, once for all runs of this strategy."""
-        if self._device_mesh is None:
-            if self._data_parallel_size == "auto":
-                self._data_parallel_size = self.num_nodes * self.num_processes
-            super().setup_environment()
-            return
-        # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         self._setup_distributed()
+        # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
+        if self._device_mesh is None:
+            sizes = (self._data_parallel_size, self._declared.fsdp_plan.replicate_size, self._tensor_parallel_size)
+            self._meshes = Meshes.make(self.root_device.type, *sizes)
+            self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
 
     def setup(self, trainer: pl.Trainer) -> None:

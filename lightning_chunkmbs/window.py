@@ -189,7 +189,7 @@ class Window:
             self._attributes,
             on_turn=functools.partial(self._on_turn, batches),
             agree=self._model.agree,
-            record_collectives=self._first and self._model.mesh.size() > 1,
+            record_collectives=self._first and self._model.meshes.data.size() > 1,
         )
 
     def _on_turn(self, batches: list[MicroBatch], i: int) -> None:
@@ -285,7 +285,7 @@ class Window:
             return
         self._first = False
         self._refuse_mixed()
-        mesh = self._model.mesh
+        mesh = self._model.meshes.data
         if mesh.size() > 1:
             own = [(step, name) for step, name, _ in lockstep.collectives]
             everyone: list[Any] = [None] * mesh.size()
