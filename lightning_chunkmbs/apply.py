@@ -23,6 +23,7 @@ from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
+from .same_batch import SameBatch
 from .selective import SaveOps, find_ops
 from .sharding import ShardedModel
 
@@ -131,6 +132,7 @@ class AppliedModel:
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter)
         self.replicated = ReplicatedParameters(root, meshes)
         self.agree: Agree | None = None
+        self._same_batch: SameBatch | None = None
         self._ready = self._received_checked = False
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
@@ -192,7 +194,14 @@ class AppliedModel:
         stacks = {name.rpartition(".")[0] for name in self.blocks}
         if len(stacks) > 1 and self.meshes.data.size() > 1:
             self.agree = make_agree(self.meshes.data)
+        if self.meshes.tensor.size() > 1:
+            self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True
+
+    def check_batch(self, batch: object) -> None:
+        """Refuse a batch that differs between ranks that share layers."""
+        if self._same_batch is not None:
+            self._same_batch.check(batch)
 
     @property
     def max_lockstep(self) -> int | None:

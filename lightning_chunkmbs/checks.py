@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -41,7 +41,7 @@ def check_structure(
             raise TypeError(f"'{name}' is wrapped by FullyShardedDataParallel; this strategy shards it. Unwrap it.")
     for name, block in blocks.items():
         _check_wrappers(name, block, modules)
-        _check_groups(name, block, modules)
+        _check_groups(name, block, modules, meshes)
     for name, module in modules.items():
         _check_mesh("block" if name in blocks else "module", name, module, meshes)
     _check_shared(root, {**blocks, **further})
@@ -75,14 +75,14 @@ def _check_mesh(kind: str, name: str, module: nn.Module, meshes: Meshes) -> None
         raise ValueError(f"{label} is sharded over another mesh ({own}) than the strategy's ({meshes.shard}). {cure}.")
 
 
-def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module], meshes: Meshes) -> None:
     for child_name, child in block.named_modules():
         if child is not block and isinstance(child, FSDPModule):
             raise ValueError(
                 f"A group inside a block is not supported yet; '{name}.{child_name}' has one and would be gathered "
                 f"again for every chunk. Delete the fully_shard(...) call for it."
             )
-    if not isinstance(block, FSDPModule) and any(isinstance(p, DTensor) for p in block.parameters()):
+    if not isinstance(block, FSDPModule) and any(_is_sharded(p, meshes) for p in block.parameters()):
         parents = [n for n, m in modules.items() if isinstance(m, FSDPModule) and name.startswith(f"{n}." if n else "")]
         owner = max(parents, key=len, default="")
         raise ValueError(
@@ -90,6 +90,12 @@ def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module])
             f"'{owner or 'the LightningModule'}' already. Delete the fully_shard(...) call for that module, or call it "
             f"after fully_shard(...) for each block."
         )
+
+
+def _is_sharded(parameter: Tensor, meshes: Meshes) -> bool:
+    """Return whether FSDP2 holds a parameter; one of tensor parallelism alone is a DTensor too."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return names is not None and names != meshes.tensor.mesh_dim_names
 
 
 def _check_shared(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:

@@ -22,7 +22,9 @@ Agree = Callable[[list[int]], list[int]]
 
 def make_agree(mesh: DeviceMesh) -> Agree:
     """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
-    group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    # Several such groups exist beside tensor parallelism; each rank makes its own.
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def agree(numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers)

@@ -47,13 +47,27 @@ class Meshes:
         """Ranks with data of their own, 1-dimensional."""
         return self.whole[DATA]
 
+    @property
+    def tensor(self) -> DeviceMesh:
+        """Ranks that share each layer and its data, 1-dimensional."""
+        return self.whole[TENSOR]
+
     def groups_holding(self, parameter: DTensor) -> list[dist.ProcessGroup]:
         """Return the groups whose ranks hold the same part of a sharded parameter."""
         names = parameter.device_mesh.mesh_dim_names or ()
         split = dict(zip(names, parameter.placements, strict=True))
-        meshes = [self.whole[TENSOR], *([self.shard[REPLICATE]] if self.shard.ndim == 2 else [])]
+        meshes = [self.tensor, *([self.shard[REPLICATE]] if self.shard.ndim == 2 else [])]
         held = [m for m in meshes if isinstance(split.get((m.mesh_dim_names or ("",))[0], Replicate()), Replicate)]
         return [m.get_group() for m in held if m.size() > 1]
+
+
+def check_tensor_parallel_size(size: object) -> None:
+    """Refuse what cannot be a number of ranks."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"tensor_parallel_size must be a number of ranks, 1 or more, but got {size!r}; write "
+            f"tensor_parallel_size: 1 for none."
+        )
 
 
 def _check_sizes(world_size: int, data: int, replicate: int, tensor: int) -> None:

@@ -23,7 +23,7 @@ from .apply import AppliedModel
 from .declared import DeclaredPlans
 from .guards import single_step
 from .host_parameters import backend_for
-from .meshes import Meshes
+from .meshes import Meshes, check_tensor_parallel_size
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
@@ -50,7 +50,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         chunkmbs_plan: which blocks are cut, into chunks of how many samples, and what carries the batch.
         fsdp_plan: further FSDP2 groups outside blocks, resharding and prefetching.
         data_parallel_size: ranks that share the data; ``"auto"``: all devices divided by ``tensor_parallel_size``.
-        tensor_parallel_size: must be 1 in this version.
+        tensor_parallel_size: ranks that share each layer, by the plan that the module's ``configure_model`` applies.
         save_distributed_checkpoint: write a folder with each rank's shards; False: one file with everything.
         process_group_backend: backend of torch.distributed; None: the device's default.
         timeout: timeout of collectives.
@@ -77,11 +77,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
         )
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size must be 1, tensor parallelism is not supported yet; it is "
-                f"{tensor_parallel_size!r}. Write tensor_parallel_size: 1."
-            )
+        check_tensor_parallel_size(tensor_parallel_size)
         self._declared = DeclaredPlans(
             recompute=recompute,
             recompute_plan=recompute_plan,
@@ -214,6 +210,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
         self._ready_model.replicated.accumulate_in_fp32()
+        self._ready_model.check_batch((args, kwargs))
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
         else:
@@ -257,6 +254,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             return self._evaluate(self._module.predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ready_model.check_batch((args, kwargs))
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_chunkmbs import ChunkMBSStrategy
@@ -54,6 +55,8 @@ class Meshed(Windowed):
         if tensor.size() > 1:
             for layer in (module for module in self.net.modules() if hasattr(module, "up")):
                 parallelize_module(layer, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            # Outside blocks, in the root group.
+            parallelize_module(self.net, tensor, {"head": ColwiseParallel(output_layouts=Replicate())})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._note_all_reduces(0)

@@ -20,7 +20,7 @@ ROWS = [
     {"lockstep"},
     {"chains"},
     {"guards", "step_attributes", "step_state"},
-    {"sharding", "materialize", "replicated"},
+    {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
     {"fsdp2", "host_parameters"},
     {"block"},
