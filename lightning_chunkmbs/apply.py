@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from .arguments import CutRule
@@ -20,12 +19,14 @@ from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
 from .materialize import convert, materialize, move
+from .meshes import Meshes
 from .offload import ActivationStore, StoreSettings
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .prefetch import Prefetch
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
+from .same_batch import SameBatch
 from .selective import SaveOps, find_ops
 from .sharding import ShardedModel
 
@@ -87,6 +88,7 @@ class AppliedModel:
 
     Attributes:
         plans: what was asked for.
+        meshes: what the dimensions of its devices are for.
         dtypes: dtypes of shards, gathered parameters and reduction.
         sharded: its FSDP2 groups, through which steps run.
         replicated: parameters that every rank holds whole.
@@ -95,11 +97,11 @@ class AppliedModel:
     """
 
     def __init__(
-        self, root: nn.Module, plans: Plans, mesh: DeviceMesh, counter: StepCounter, dtypes: Dtypes | None = None
+        self, root: nn.Module, plans: Plans, meshes: Meshes, counter: StepCounter, dtypes: Dtypes | None = None
     ) -> None:
         self.plans = plans
         self.dtypes = dtypes = dtypes or Dtypes()
-        self.mesh = mesh
+        self.meshes = meshes
         self.counter = counter
         self._root = root
         self._notices = Notices()
@@ -107,7 +109,7 @@ class AppliedModel:
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
         further = {name: modules[name] for name in (*names.further, *names.nested)}
-        check_structure(root, self.blocks, further, mesh, dtypes)
+        check_structure(root, self.blocks, further, meshes, dtypes)
         check_coupling({name: modules[name] for name in names.chunk}, self._notices)
         self._log(names)
         self._warn_sharding()
@@ -127,14 +129,15 @@ class AppliedModel:
             list(self.blocks.values()),
             _inner_first(modules, names.further),
             _inner_first(modules, names.nested),
-            mesh,
+            meshes.shard,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             dtypes=dtypes,
             cpu_offload=fsdp_plan.cpu_offload,
         )
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch)
-        self.replicated = ReplicatedParameters(root, mesh)
+        self.replicated = ReplicatedParameters(root, meshes)
         self.agree: Agree | None = None
+        self._same_batch: SameBatch | None = None
         self._ready = self._received_checked = False
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
@@ -171,7 +174,7 @@ class AppliedModel:
     def _warn_sharding(self) -> None:
         """Warn of a setting that has no effect here. Called before sharding, when groups are those of users."""
         plan = self.plans.fsdp_plan
-        if plan is not None and plan.cpu_offload and self.mesh.device_type == "cpu":
+        if plan is not None and plan.cpu_offload and self.meshes.data.device_type == "cpu":
             self._notices.warn("cpu offload", "fsdp_plan.cpu_offload has no effect on a CPU, where parameters are.")
         # With converted shards every group computes in their dtype anyway.
         own = [] if self.dtypes.shards or self.dtypes.param is None else whole_groups(self._root)
@@ -196,9 +199,16 @@ class AppliedModel:
         self.replicated.broadcast()
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
         stacks = {name.rpartition(".")[0] for name in self.blocks}
-        if len(stacks) > 1 and self.mesh.size() > 1:
-            self.agree = make_agree(self.mesh)
+        if len(stacks) > 1 and self.meshes.data.size() > 1:
+            self.agree = make_agree(self.meshes.data)
+        if self.meshes.tensor.size() > 1:
+            self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True
+
+    def check_batch(self, batch: object) -> None:
+        """Refuse a batch that differs between ranks that share layers."""
+        if self._same_batch is not None:
+            self._same_batch.check(batch)
 
     @property
     def max_lockstep(self) -> int | None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .arguments import CutCall, CutRule, Template, cut_call, fill
 from .block_buffers import BlockBuffers
@@ -221,9 +222,12 @@ def run_idle_block(block: nn.Module) -> Tensor:
     """
     parameter = next(block.parameters())
 
+    def local(p: Tensor) -> Tensor:
+        return p.to_local() if isinstance(p, DTensor) else p  # of tensor parallelism
+
     def body(tensors: list[Tensor]) -> list[Tensor]:
         # An empty part of each parameter: no value is read, and the gradient is zeros.
-        return [sum((p.flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
+        return [sum((local(p).flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
 
     dummy = torch.zeros((), device=parameter.device, requires_grad=torch.is_grad_enabled())
     output: Tensor = block_settings(block).gather(block, body, [dummy])[0]

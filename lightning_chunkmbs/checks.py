@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .dtypes import Dtypes
 from .fsdp2 import group_mesh
+from .meshes import Meshes
 from .report import Notices
 
 _CAPACITIES = ("capacity_factor", "expert_capacity")  # as routers that drop tokens call what they keep
@@ -23,7 +23,7 @@ def check_structure(
     root: nn.Module,
     blocks: Mapping[str, nn.Module],
     further: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
+    meshes: Meshes,
     dtypes: Dtypes,
 ) -> None:
     """Refuse modules that cannot be chunked or sharded as asked.
@@ -32,7 +32,7 @@ def check_structure(
         root: the LightningModule.
         blocks: its blocks by name.
         further: other modules that get groups of their own, outside blocks and inside, by name.
-        mesh: 1-dimensional data-parallel mesh.
+        meshes: what its dimensions of devices are for.
         dtypes: dtypes of the model.
 
     Raises:
@@ -45,9 +45,9 @@ def check_structure(
             raise TypeError(f"'{name}' is wrapped by FullyShardedDataParallel; this strategy shards it. Unwrap it.")
     for name, block in blocks.items():
         _check_wrappers(name, block, modules)
-        _check_groups(name, block, modules)
+        _check_groups(name, block, modules, meshes)
     for name, module in modules.items():
-        _check_mesh("block" if name in blocks else "module", name, module, mesh)
+        _check_mesh("block" if name in blocks else "module", name, module, meshes)
     _check_nested(root, blocks, further)
     _check_shared(root, {**blocks, **further})
     if dtypes.shards is None:
@@ -108,19 +108,20 @@ def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module
         )
 
 
-def _check_mesh(kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _check_mesh(kind: str, name: str, module: nn.Module, meshes: Meshes) -> None:
     own = group_mesh(module) if isinstance(module, FSDPModule) else None
-    if own is not None and own != mesh:
+    if own is not None and own != meshes.shard:
         label = f"The {kind} '{name}'" if name else "The LightningModule"
-        raise ValueError(
-            f"{label} is sharded over another mesh ({own}) than the strategy's ({mesh}). Pass "
-            f"mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call."
-        )
+        cure = "Delete its fully_shard(...) call"
+        if meshes.shard.ndim == 1:  # one of replicas × shards is not at hand in configure_model
+            cure = "Pass mesh=self.device_mesh['data_parallel'] to its fully_shard(...), or delete that call"
+        raise ValueError(f"{label} is sharded over another mesh ({own}) than the strategy's ({meshes.shard}). {cure}.")
 
 
-def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _check_groups(name: str, block: nn.Module, modules: Mapping[str, nn.Module], meshes: Meshes) -> None:
     inner = {p for m in block.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    if not isinstance(block, FSDPModule) and any(isinstance(p, DTensor) and p not in inner for p in block.parameters()):
+    own = [p for p in block.parameters() if p not in inner]
+    if not isinstance(block, FSDPModule) and any(_is_sharded(p, meshes) for p in own):
         parents = [n for n, m in modules.items() if isinstance(m, FSDPModule) and name.startswith(f"{n}." if n else "")]
         owner = max(parents, key=len, default="")
         raise ValueError(
@@ -150,6 +151,12 @@ def _check_nested(root: nn.Module, blocks: Mapping[str, nn.Module], further: Map
                 f"'{name}' too. Take it out of fsdp_plan.apply_modules, delete a fully_shard(...) call for it, or give "
                 f"each block a module of its own."
             )
+
+
+def _is_sharded(parameter: Tensor, meshes: Meshes) -> bool:
+    """Return whether FSDP2 holds a parameter; one of tensor parallelism alone is a DTensor too."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return names is not None and names != meshes.tensor.mesh_dim_names
 
 
 def _check_shared(root: nn.Module, groups: Mapping[str, nn.Module]) -> None:

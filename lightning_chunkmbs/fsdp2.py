@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .dtypes import accumulate_in_fp32
 from .report import StepCounter
@@ -231,9 +231,17 @@ def write_back(module: nn.Module, before: list[int]) -> None:
         if param._unsharded_param._version != version:
             shard = param.sharded_param
             # Every rank holds the whole, so it takes its part without communication.
-            part = distribute_tensor(param._unsharded_param, shard.device_mesh, shard.placements, src_data_rank=None)
-            old, new = shard.to_local(), part.to_local().to(shard.device)
+            part = _part_of(param._unsharded_param, group_mesh(module), param.fsdp_placement)
+            old, new = shard.to_local(), part.to(shard.device)
             old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
+
+
+def _part_of(whole: Tensor, mesh: DeviceMesh | None, placement: Shard) -> Tensor:
+    """Return this rank's part of a gathered parameter, which may be sharded by tensor parallelism beside."""
+    local = whole.to_local() if isinstance(whole, DTensor) else whole
+    assert mesh is not None
+    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
+    return distribute_tensor(local, mesh, placements, src_data_rank=None).to_local()
 
 
 def in_backward() -> bool:

@@ -24,7 +24,9 @@ Agree = Callable[[list[int]], list[int]]
 
 def make_agree(mesh: DeviceMesh) -> Agree:
     """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
-    group = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), backend="gloo")
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    # Several such groups exist beside tensor parallelism; each rank makes its own.
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def agree(numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers)
@@ -55,7 +57,7 @@ def shard(
         blocks: blocks.
         further: modules outside the blocks, inner ones before outer ones.
         nested: modules inside blocks, inner ones before outer ones.
-        mesh: 1-dimensional data-parallel mesh.
+        mesh: data-parallel mesh, 1-dimensional or replicate × shard.
         reshard_after_forward: whether blocks are gathered again for backward.
         dtypes: dtypes of what is gathered and reduced.
         cpu_offload: keep shards, their gradients and optimizer state on the host.

@@ -145,6 +145,8 @@ class FSDPPlan:
         cast_forward_inputs: cast floating inputs of blocks and further groups, and floating tensors of batches, to the
             dtype of computation. Targets and rotary tables are cast too.
         cpu_offload: keep shards, their gradients and the optimizer's state in host memory; the optimizer steps there.
+        replicate_size: how many copies of the sharded model there are. Each is sharded over ``data_parallel_size``
+            divided by it; gradients are all-reduced between copies once per pass.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -160,6 +162,7 @@ class FSDPPlan:
     output_dtype: str | None = None
     cast_forward_inputs: bool = False
     cpu_offload: bool = False
+    replicate_size: int = 1
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules, may_be_empty=True)
@@ -169,11 +172,12 @@ class FSDPPlan:
         _check_bool("FSDPPlan.cpu_offload", self.cpu_offload)
         _check_bool("FSDPPlan.reshard_after_forward", self.reshard_after_forward)
         _check_int("FSDPPlan.forward_prefetch", self.forward_prefetch, least=0)
+        _check_int("FSDPPlan.replicate_size", self.replicate_size, least=1)
 
 
 # Known keys that have no field yet: the error for them is not the one for a misspelt key.
 _UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
-    FSDPPlan: frozenset({"replicate_size", "compile_blocks"}),
+    FSDPPlan: frozenset({"compile_blocks"}),
 }
 
 

@@ -1,14 +1,14 @@
-"""Parameters that every rank holds whole, because FSDP2 refuses to shard them."""
+"""Parameters that several ranks hold: 0-dim ones, which FSDP2 refuses to shard, and the shards of replicas."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .dtypes import accumulate_in_fp32, set_gradient_dtype
+from .meshes import Meshes
 
 
 class ReplicatedParameters:
@@ -16,12 +16,13 @@ class ReplicatedParameters:
 
     Args:
         root: the LightningModule, after sharding.
-        mesh: 1-dimensional data-parallel mesh.
+        meshes: what its dimensions of devices are for.
     """
 
-    def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, root: nn.Module, meshes: Meshes) -> None:
         self._root = root
-        self._group = mesh.get_group()
+        self._meshes = meshes
+        self._group = meshes.data.get_group()
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -30,10 +31,17 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Give every rank the values of the first rank."""
-        source = dist.get_global_rank(self._group, 0)
-        for parameter in self._parameters:
-            dist.broadcast(parameter, source, group=self._group)
+        """Give every rank the values of the first rank, and shards those of the first replica.
+
+        Replicas that began with other values (each rank has its own random numbers) would never meet.
+        """
+        for whole in self._parameters:
+            dist.broadcast(whole, 0)
+        parameters: list[torch.Tensor] = list(self._root.parameters())
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                for group in self._meshes.groups_holding(parameter):
+                    dist.broadcast(parameter.to_local(), group=group, group_src=0)
 
     def accumulate_in_fp32(self) -> None:
         """Let gradients add up in fp32 until :meth:`average_gradients`."""

@@ -23,6 +23,7 @@ from .apply import AppliedModel
 from .declared import DeclaredPlans
 from .guards import single_step
 from .host_parameters import backend_for
+from .meshes import Meshes, check_tensor_parallel_size
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
@@ -49,7 +50,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         chunkmbs_plan: which blocks are cut, into chunks of how many samples, and what carries the batch.
         fsdp_plan: further FSDP2 groups outside blocks, resharding and prefetching.
         data_parallel_size: ranks that share the data; ``"auto"``: all devices divided by ``tensor_parallel_size``.
-        tensor_parallel_size: must be 1 in this version.
+        tensor_parallel_size: ranks that share each layer, by the plan that the module's ``configure_model`` applies.
         save_distributed_checkpoint: write a folder with each rank's shards; False: one file with everything.
         process_group_backend: backend of torch.distributed; None: the device's default.
         timeout: timeout of collectives.
@@ -76,11 +77,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
         )
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size must be 1, tensor parallelism is not supported yet; it is "
-                f"{tensor_parallel_size!r}. Write tensor_parallel_size: 1."
-            )
+        check_tensor_parallel_size(tensor_parallel_size)
         self._declared = DeclaredPlans(
             recompute=recompute,
             recompute_plan=recompute_plan,
@@ -90,6 +87,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             chunkmbs_plan=chunkmbs_plan,
             fsdp_plan=fsdp_plan,
         )
+        self._meshes: Meshes | None = None
         self._applied: AppliedModel | None = None
         self._window: Window | None = None
         self._window_outputs: list[dict[str, Any]] = []
@@ -110,11 +108,11 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         plans = self._declared.plans_for(module)
         dtypes = dtypes_for(self.precision_plugin, self._declared.fsdp_plan)
         applied: AppliedModel | None = module.__dict__.get(_APPLIED)
-        mesh = self.device_mesh["data_parallel"]
+        meshes = self._meshes or Meshes(self.device_mesh, self.device_mesh)  # raises before processes have started
         if applied is None:
-            applied = AppliedModel(module, plans, mesh, StepCounter(), dtypes)
+            applied = AppliedModel(module, plans, meshes, StepCounter(), dtypes)
             module.__dict__[_APPLIED] = applied
-        elif (applied.plans, applied.mesh, applied.dtypes) != (plans, mesh, dtypes):
+        elif (applied.plans, applied.meshes, applied.dtypes) != (plans, meshes, dtypes):
             raise RuntimeError(
                 f"A module keeps the plans, devices and precision it was first run with; {type(module).__name__} was "
                 f"given others now. Build a new module for the new Trainer (and load the checkpoint into it)."
@@ -161,13 +159,12 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start processes' communication and make the device mesh, once for all runs of this strategy."""
-        if self._device_mesh is None:
-            if self._data_parallel_size == "auto":
-                self._data_parallel_size = self.num_nodes * self.num_processes
-            super().setup_environment()
-            return
-        # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         self._setup_distributed()
+        # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
+        if self._device_mesh is None:
+            sizes = (self._data_parallel_size, self._declared.fsdp_plan.replicate_size, self._tensor_parallel_size)
+            self._meshes = Meshes.make(self.root_device.type, *sizes)
+            self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -213,6 +210,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
         self._ready_model.replicated.accumulate_in_fp32()
+        self._ready_model.check_batch((args, kwargs))
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
         else:
@@ -256,6 +254,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             return self._evaluate(self._module.predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ready_model.check_batch((args, kwargs))
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 

@@ -191,7 +191,7 @@ class Window:
             self._attributes,
             on_turn=functools.partial(self._on_turn, batches),
             agree=self._model.agree,
-            record_collectives=self._first and self._model.mesh.size() > 1,
+            record_collectives=self._first and self._model.meshes.data.size() > 1,
         )
 
     def _on_turn(self, batches: list[MicroBatch], i: int) -> None:
@@ -279,7 +279,7 @@ class Window:
         self._first = False
         own = self._attributes.mixed(), [(step, name) for step, name, _ in lockstep.collectives]
         everyone: list[Any] = [own]
-        mesh = self._model.mesh
+        mesh = self._model.meshes.data
         if mesh.size() > 1:
             everyone = [None] * mesh.size()
             dist.all_gather_object(everyone, own, group=mesh.get_group())

@@ -20,7 +20,7 @@ ROWS = [
     {"lockstep"},
     {"chains"},
     {"guards", "step_attributes", "step_state"},
-    {"sharding", "materialize", "replicated"},
+    {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
     {"nested", "prefetch"},
     {"fsdp2", "host_parameters"},
@@ -35,7 +35,7 @@ ROWS = [
     {"streams"},
     {"arguments"},
     {"packed"},
-    {"block_buffers", "caches", "dtypes", "patterns", "plans", "recorders", "report", "selective", "trees"},
+    {"block_buffers", "caches", "dtypes", "meshes", "patterns", "plans", "recorders", "report", "selective", "trees"},
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -52,7 +52,7 @@ MODULES = {"apply_modules": [LAYERS]}
         ({"chunkmbs_plan": MODULES | {"chunk_tokens": 1}}, r"'chunk_tokens' is not supported yet"),
         ({"chunkmbs_plan": [LAYERS]}, r"chunkmbs_plan must be a ChunkMBSPlan, a dict of its fields, or None"),
         ({"chunkmbs_plan": RecomputePlan(**MODULES)}, r"chunkmbs_plan must be a ChunkMBSPlan"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size must be 1.*it is 2\. Write tensor_parallel_size: 1"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be a number of ranks.*got 0; write .*: 1 for none"),
     ],
 )
 def test_impossible_arguments_are_refused_by_name(options, message):

@@ -1,0 +1,83 @@
+"""The device mesh, and what each of its dimensions is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+DATA, REPLICATE, SHARD, TENSOR = "data_parallel", "replicate", "shard", "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """A device mesh and parts of it.
+
+    Attributes:
+        whole: all devices, with the dimensions ``data_parallel`` and ``tensor_parallel``.
+        shard: what ``fully_shard`` takes: ``data_parallel``, or ``replicate`` × ``shard``.
+    """
+
+    whole: DeviceMesh
+    shard: DeviceMesh
+
+    @classmethod
+    def make(cls, device_type: str, data: int | str, replicate: int, tensor: int | str) -> Meshes:
+        """Return the mesh of all ranks, where ``"auto"`` data takes what the others leave; all ranks must call this.
+
+        Raises:
+            ValueError: the number of replicas does not divide the data-parallel size.
+            RuntimeError: the sizes do not use all ranks.
+        """
+        tensor = int(tensor)
+        data = max(dist.get_world_size() // tensor, 1) if data == "auto" else int(data)
+        _check_sizes(dist.get_world_size(), data, replicate, tensor)
+        whole = init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        if replicate == 1:
+            return cls(whole, whole[DATA])
+        # From below, since torch deprecates flattened dimensions in a mesh: samplers ask for "data_parallel".
+        split = whole._unflatten(DATA, (replicate, data // replicate), (REPLICATE, SHARD))
+        return cls(whole, split[REPLICATE, SHARD])
+
+    @property
+    def data(self) -> DeviceMesh:
+        """Ranks with data of their own, 1-dimensional."""
+        return self.whole[DATA]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """Ranks that share each layer and its data, 1-dimensional."""
+        return self.whole[TENSOR]
+
+    def groups_holding(self, parameter: DTensor) -> list[dist.ProcessGroup]:
+        """Return the groups whose ranks hold the same part of a sharded parameter."""
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = dict(zip(names, parameter.placements, strict=True))
+        meshes = [self.tensor, *([self.shard[REPLICATE]] if self.shard.ndim == 2 else [])]
+        held = [m for m in meshes if isinstance(split.get((m.mesh_dim_names or ("",))[0], Replicate()), Replicate)]
+        return [m.get_group() for m in held if m.size() > 1]
+
+
+def check_tensor_parallel_size(size: object) -> None:
+    """Refuse what cannot be a number of ranks."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"tensor_parallel_size must be a number of ranks, 1 or more, but got {size!r}; write "
+            f"tensor_parallel_size: 1 for none."
+        )
+
+
+def _check_sizes(world_size: int, data: int, replicate: int, tensor: int) -> None:
+    if data * tensor != world_size:
+        raise RuntimeError(
+            f"data_parallel_size times tensor_parallel_size must be the number of processes, {world_size}, and the "
+            f"sizes are data_parallel_size={data} and tensor_parallel_size={tensor}. Write data_parallel_size: auto."
+        )
+    if data % replicate:
+        raise ValueError(
+            f"fsdp_plan.replicate_size must divide data_parallel_size, since replicas have equally many shards; it is "
+            f"{replicate}, and data_parallel_size is {data}. Write a replicate_size that divides {data}."
+        )
