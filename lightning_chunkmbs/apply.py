@@ -13,6 +13,7 @@ from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_structure
 from .chunked_tensor import Cuts
+from .compiled import CompiledForwards
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
@@ -54,6 +55,11 @@ class Plans:
             raise ValueError(
                 "Only entry activations of recomputed blocks are offloaded; recompute is false and "
                 "enable_activation_offload is true. Write recompute: true, or enable_activation_offload: false."
+            )
+        if self.fsdp_plan and self.fsdp_plan.compile_blocks and self.recompute_plan and self.recompute_plan.save_ops:
+            raise ValueError(
+                "RecomputePlan.save_ops keeps results of single operators, which a compiled block does not run one by "
+                "one; compile_blocks is true. Leave save_ops out, or write compile_blocks: false."
             )
         if self.enable_chunk_mbs and self.chunkmbs_plan is None:
             raise ValueError(
@@ -114,11 +120,12 @@ class AppliedModel:
         self._streams = offload_plan is not None and offload_plan.stream_hidden_states
         save_ops = plans.recompute_plan.save_ops if plans.recompute_plan else []
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
+        fsdp_plan = plans.fsdp_plan or FSDPPlan()
+        self._compiled = CompiledForwards() if fsdp_plan.compile_blocks else None
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
         # Inner groups come before outer ones: a name sorts before the names below it.
         further = [modules[name] for name in sorted(names.further, reverse=True)]
-        fsdp_plan = plans.fsdp_plan or FSDPPlan()
         shard(
             root,
             list(self.blocks.values()),
@@ -137,6 +144,8 @@ class AppliedModel:
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
         forward, parameters = own_forward(block)
+        if self._compiled is not None:
+            forward = self._compiled.of(name, block)
         settings = BlockSettings(
             name=name,
             forward=forward,
