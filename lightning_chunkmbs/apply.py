@@ -15,6 +15,7 @@ from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_coupling, check_structure
 from .chunked_tensor import Cuts
+from .compiled import CompiledForwards
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import Agree, gather_around, make_agree, shard
@@ -57,6 +58,11 @@ class Plans:
             raise ValueError(
                 "Only entry activations of recomputed blocks are offloaded; recompute is false and "
                 "enable_activation_offload is true. Write recompute: true, or enable_activation_offload: false."
+            )
+        if self.fsdp_plan and self.fsdp_plan.compile_blocks and self.recompute_plan and self.recompute_plan.save_ops:
+            raise ValueError(
+                "RecomputePlan.save_ops keeps results of single operators, which a compiled block does not run one by "
+                "one; compile_blocks is true. Leave save_ops out, or write compile_blocks: false."
             )
         if self.enable_chunk_mbs and self.chunkmbs_plan is None:
             raise ValueError(
@@ -122,6 +128,7 @@ class AppliedModel:
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
         fsdp_plan = plans.fsdp_plan or FSDPPlan()
         self._prefetch = Prefetch(self.blocks, fsdp_plan.forward_prefetch)
+        self._compiled = CompiledForwards() if fsdp_plan.compile_blocks else None
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
         shard(
@@ -142,6 +149,8 @@ class AppliedModel:
 
     def _make_block(self, name: str, block: nn.Module, store: ActivationStore | None, chunked: bool) -> None:
         forward, parameters = own_forward(block)
+        if self._compiled is not None:
+            forward = self._compiled.of(name, block)
         settings = BlockSettings(
             name=name,
             forward=forward,

@@ -103,8 +103,8 @@ def _check_wrappers(name: str, block: nn.Module, modules: Mapping[str, nn.Module
         )
     if isinstance(block, OptimizedModule) or block._compiled_call_impl is not None:
         raise TypeError(
-            f"The block '{name}' is compiled; compiling the whole loop over chunks is not supported yet. Delete the "
-            f"torch.compile(...) or .compile() line for it."
+            f"The block '{name}' is compiled; compiling the whole loop over chunks is not supported. Delete the "
+            f"torch.compile(...) or .compile() line for it, and write compile_blocks: true in fsdp_plan."
         )
 
 

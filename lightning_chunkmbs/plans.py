@@ -147,6 +147,7 @@ class FSDPPlan:
         cpu_offload: keep shards, their gradients and the optimizer's state in host memory; the optimizer steps there.
         replicate_size: how many copies of the sharded model there are. Each is sharded over ``data_parallel_size``
             divided by it; gradients are all-reduced between copies once per pass.
+        compile_blocks: compile what each class of blocks does for one chunk with ``torch.compile``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -163,6 +164,7 @@ class FSDPPlan:
     cast_forward_inputs: bool = False
     cpu_offload: bool = False
     replicate_size: int = 1
+    compile_blocks: bool = False
 
     def __post_init__(self) -> None:
         _check_patterns(self, self.apply_modules, may_be_empty=True)
@@ -172,13 +174,8 @@ class FSDPPlan:
         _check_bool("FSDPPlan.cpu_offload", self.cpu_offload)
         _check_bool("FSDPPlan.reshard_after_forward", self.reshard_after_forward)
         _check_int("FSDPPlan.forward_prefetch", self.forward_prefetch, least=0)
+        _check_bool("FSDPPlan.compile_blocks", self.compile_blocks)
         _check_int("FSDPPlan.replicate_size", self.replicate_size, least=1)
-
-
-# Known keys that have no field yet: the error for them is not the one for a misspelt key.
-_UNSUPPORTED_KEYS: dict[type, frozenset[str]] = {
-    FSDPPlan: frozenset({"compile_blocks"}),
-}
 
 
 def coerce_plan(value: object, cls: type[_Plan], name: str) -> _Plan | None:
@@ -191,7 +188,7 @@ def coerce_plan(value: object, cls: type[_Plan], name: str) -> _Plan | None:
 
     Raises:
         TypeError: ``value`` is anything else, or a field has the wrong type.
-        ValueError: a key is unknown, not supported yet, or missing, or a field has a value that it cannot have.
+        ValueError: a key is unknown or missing, or a field has a value that it cannot have.
     """
     if value is None or isinstance(value, cls):
         return value
@@ -208,16 +205,14 @@ def _check_keys(value: Mapping[Any, Any], cls: type, name: str) -> None:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in value:
         if key not in fields:
-            raise ValueError(_unknown_key(str(key), cls, list(fields), name))
+            raise ValueError(_unknown_key(str(key), list(fields), name))
     for key, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and key not in value:
             raise ValueError(f"{name} must have the key {key!r}, but got only {sorted(value)}; add '{key}: …'.")
 
 
-def _unknown_key(key: str, cls: type, fields: list[str], name: str) -> str:
-    if key in _UNSUPPORTED_KEYS.get(cls, ()):
-        return f"{name}: {key!r} is not supported yet by this version; remove it. Supported keys: {', '.join(fields)}."
+def _unknown_key(key: str, fields: list[str], name: str) -> str:
     nearest = difflib.get_close_matches(key, fields, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else "remove it."
     return f"{name} has no key {key!r}; {hint} Its keys: {', '.join(fields)}."

@@ -35,7 +35,19 @@ ROWS = [
     {"streams"},
     {"arguments"},
     {"packed"},
-    {"block_buffers", "caches", "dtypes", "meshes", "patterns", "plans", "recorders", "report", "selective", "trees"},
+    {
+        "block_buffers",
+        "caches",
+        "compiled",
+        "dtypes",
+        "meshes",
+        "patterns",
+        "plans",
+        "recorders",
+        "report",
+        "selective",
+        "trees",
+    },
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -276,6 +276,7 @@ def test_keyword_arguments_alone_may_carry_the_batch() -> None:
         ({"output_dtype": 32}, TypeError, r"FSDPPlan.output_dtype must be the name of a dtype, .* but got 32"),
         ({"cast_forward_inputs": "no"}, TypeError, r"FSDPPlan.cast_forward_inputs must be true or false, but got 'no'"),
         ({"cpu_offload": 1}, TypeError, r"FSDPPlan.cpu_offload must be true or false, but got 1"),
+        ({"compile_blocks": 1}, TypeError, r"FSDPPlan.compile_blocks must be true or false, but got 1"),
         ({"replicate_size": 0}, ValueError, r"FSDPPlan.replicate_size must be at least 1, but got 0"),
         ({"reshard_after_forward": 1}, TypeError, r"FSDPPlan.reshard_after_forward must be true or false, but got 1"),
     ],
@@ -355,14 +356,3 @@ def test_coerce_keeps_none_and_plans() -> None:
 def test_coerce_errors(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"(?s){message}"):
         coerce_plan(value, ChunkMBSPlan, "chunkmbs_plan")
-
-
-@pytest.mark.parametrize(
-    ("cls", "key"),
-    [
-        (FSDPPlan, "compile_blocks"),
-    ],
-)
-def test_keys_without_a_field_yet(cls: type, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"a_plan: '{key}' is not supported yet by this version; remove it"):
-        coerce_plan({"apply_modules": ["a"], key: None}, cls, "a_plan")
