@@ -49,11 +49,11 @@ def backbone_frozen(name: str) -> nn.Module:
 
 
 # How the model is made, and what a step of two blocks gathers and reduces. A group is reduced where it trains, and no
-# block is gathered for a backward pass that does not come near it (FSDP2 prefetches one block ahead).
+# block is gathered for a backward pass that does not come near it.
 FROZEN = {
     "adapters": (lora, "base_model.model.model.layers.{*}", (5, 2)),
     "frozen embedding": (frozen_embedding, "model.layers.{*}", (5, 3)),
-    "frozen embedding and layer": (half_frozen, "model.layers.{*}", (5, 2)),
+    "frozen embedding and layer": (half_frozen, "model.layers.{*}", (4, 2)),
     "frozen backbone": (backbone_frozen, "model.layers.{*}", (3, 1)),
 }
 
