@@ -1,3 +1,5 @@
+import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -6,6 +8,18 @@ import torch
 from tests import leftovers, ranks
 
 leftovers.watch()
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test() -> Iterator[None]:
+    """No test depends on which ran before it: Lightning's ``seed_everything`` leaves its seed in the environment."""
+    environment = dict(os.environ)
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @pytest.fixture(autouse=True)

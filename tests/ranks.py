@@ -128,7 +128,7 @@ class Pool:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
                 cwd=ROOT,
-                env=os.environ | _rank_environment(rank, world_size, self._store.port),
+                env=_inherited() | _rank_environment(rank, world_size, self._store.port),
                 stdin=subprocess.DEVNULL,
                 stdout=self._logs[rank],
                 stderr=self._logs[rank],
@@ -261,6 +261,11 @@ def _report(title: str, answers: "list[Returned | Raised | Missing]") -> str:
 
 
 # --------------------------------------------------------------------------------------------- the side of a rank
+
+
+def _inherited() -> dict[str, str]:
+    """The environment without the seed that Lightning would start each of a rank's runs from."""
+    return {name: value for name, value in os.environ.items() if name not in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
