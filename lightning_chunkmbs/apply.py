@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .agree import Agree, make_agree
 from .arguments import CutRule
 from .block import BlockSettings, block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
@@ -18,7 +19,7 @@ from .chunked_tensor import Cuts
 from .compiled import CompiledForwards
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
-from .groups import Agree, gather_around, make_agree, shard
+from .groups import gather_around, shard
 from .materialize import convert, materialize, move
 from .meshes import Meshes
 from .offload import ActivationStore, StoreSettings
@@ -30,6 +31,7 @@ from .report import Notices, StepCounter
 from .same_batch import SameBatch
 from .selective import SaveOps, find_ops
 from .sharding import ShardedModel
+from .unused import Unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,7 @@ class AppliedModel:
         self._save_ops = SaveOps(find_ops(save_ops)) if save_ops else None
         fsdp_plan = plans.fsdp_plan or FSDPPlan()
         self._prefetch = Prefetch(self.blocks, fsdp_plan.forward_prefetch)
+        self._unused = Unused()
         self._compiled = CompiledForwards() if fsdp_plan.compile_blocks else None
         for name, block in self.blocks.items():
             self._make_block(name, block, store if name in names.offload else None, name in names.chunk)
@@ -141,7 +144,7 @@ class AppliedModel:
             dtypes=dtypes,
             cpu_offload=fsdp_plan.cpu_offload,
         )
-        self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch)
+        self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch, self._unused)
         self.replicated = ReplicatedParameters(root, meshes)
         self.agree: Agree | None = None
         self._same_batch: SameBatch | None = None
@@ -159,7 +162,7 @@ class AppliedModel:
             store=store,
             counter=self.counter,
             notices=self._notices,
-            gather=partial(gather_around, self._prefetch),
+            gather=partial(gather_around, self._prefetch, self._unused),
             buffers=BlockBuffers(block),
             cuts=self._cuts,
             # A group that the user made keeps its own policy, which FSDP2 applies.
@@ -208,8 +211,9 @@ class AppliedModel:
         self.replicated.broadcast()
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
         stacks = {name.rpartition(".")[0] for name in self.blocks}
-        if len(stacks) > 1 and self.meshes.data.size() > 1:
-            self.agree = make_agree(self.meshes.data)
+        if self.meshes.data.size() > 1:
+            self._unused.agree = agree = make_agree(self.meshes.data)
+            self.agree = agree if len(stacks) > 1 else None
         if self.meshes.tensor.size() > 1:
             self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True

@@ -175,6 +175,11 @@ def gathered_params(module: nn.Module) -> list[Any]:
     return [p for group in param_groups(module) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
+def trained_params(module: nn.Module) -> list[Any]:
+    """Return FSDP2's parameters of a sharded module's group whose shards require gradients, gathered or not."""
+    return [p for group in param_groups(module) for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
 def follow_shards(module: nn.Module) -> None:
     """Let gathered parameters require gradients where their shards do now, and add these up in fp32.
 
@@ -258,6 +263,8 @@ def drop_unreduced(module: nn.Module) -> None:
 
 def has_gradient(param: Any) -> bool:
     """Return whether one of FSDP2's parameters has a gradient that waits for reduction."""
+    if not hasattr(param, "_unsharded_param"):
+        return False
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 

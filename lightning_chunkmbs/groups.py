@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -15,26 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from .dtypes import Dtypes
 from .fsdp2 import follow_shards, fsdp_state
-from .nested import completed
 from .prefetch import Prefetch
-
-# Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
-Agree = Callable[[list[int]], list[int]]
-
-
-def make_agree(mesh: DeviceMesh) -> Agree:
-    """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    # Several such groups exist beside tensor parallelism; each rank makes its own.
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-    def agree(numbers: list[int]) -> list[int]:
-        values = torch.tensor(numbers)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-        least: list[int] = values.tolist()
-        return least
-
-    return agree
+from .unused import Unused
 
 
 def shard(
@@ -78,7 +59,11 @@ def shard(
 
 
 def gather_around(
-    prefetch: Prefetch, module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]
+    prefetch: Prefetch,
+    unused: Unused,
+    module: nn.Module,
+    body: Callable[[list[Tensor]], Any],
+    tensors: list[Tensor],
 ) -> Any:
     """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
     state = fsdp_state(module)
@@ -86,7 +71,7 @@ def gather_around(
     with no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
         follow_shards(module)
-    output = body(completed(module, tensors))
+    output = body(unused.completed(module, tensors))
     prefetch.before_backward(module, output)
     with no_inference():
         return state._post_forward(module, (tensors,), output)

@@ -18,19 +18,15 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
+from .agree import Agree
 from .block import BlockCall, block_settings, run_block, run_idle_block
 from .chains import BlockCalls
-from .groups import Agree
 from .guards import Guards, no_reentrant_checkpoint
 from .sharding import ShardedModel
 from .step_attributes import StepAttributes
 from .step_state import ThreadState
 
 _NOTHING = 1 << 30
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class _Request(NamedTuple):
@@ -258,8 +254,5 @@ class Lockstep:
 
     def backward(self) -> None:
         """Back-propagate the block calls, last to first; the root group is reduced with the last run."""
-        with no_reentrant_checkpoint(), self._sharded.root_held() as release:
-            # Ranks that call different blocks may use different parameters outside them: these agree after all runs.
-            before_last = release if self._agree is None else _do_nothing
+        with no_reentrant_checkpoint(), self._sharded.reduced_after() as before_last:
             self.runs = self._calls.backward(self._sharded.prefetch.expect_backward, before_last)
-        self._sharded.reduce_root(self._agree)

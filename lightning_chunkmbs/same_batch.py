@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import Agree
+from .agree import Agree
 from .trees import tree_leaves
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +30,11 @@ from .fsdp2 import (
     clear_shard_gradients,
     count_collectives,
     drop_unreduced,
-    fill_missing,
     finish_backward,
     follow_shards,
     fsdp_module,
     fsdp_state,
     gathered_params,
-    has_gradient,
     in_backward,
     is_unsharded,
     join_groups,
@@ -46,9 +45,10 @@ from .fsdp2 import (
     versions,
     write_back,
 )
-from .groups import Agree, no_inference
+from .groups import no_inference
 from .prefetch import Prefetch
 from .report import StepCounter
+from .unused import Unused
 
 
 class ShardedModel:
@@ -59,11 +59,15 @@ class ShardedModel:
         blocks: its blocks.
         counter: counts the collectives.
         prefetch: gathers the next blocks ahead.
+        unused: gives zeros for gradients to what only other ranks use.
     """
 
-    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter, prefetch: Prefetch) -> None:
+    def __init__(
+        self, root: nn.Module, blocks: Sequence[nn.Module], counter: StepCounter, prefetch: Prefetch, unused: Unused
+    ) -> None:
         self.root = root
         self.prefetch = prefetch
+        self.unused = unused
         self.blocks = list(blocks)
         inside = {module for block in blocks for module in block.modules()}
         self.further = [m for m in root.modules() if isinstance(m, FSDPModule) and m not in inside and m is not root]
@@ -116,6 +120,7 @@ class ShardedModel:
     def _enter(self) -> None:
         self._lost = self._scattered = False
         self.prefetch.begin()
+        self.unused.begin()
         # A forward pass without backward leaves groups gathered; an optimizer step would make them stale.
         self._reshard()
         with no_inference():
@@ -193,16 +198,26 @@ class ShardedModel:
         for param in self._trained:
             param._unsharded_param.requires_grad_(True)
 
-    # -- a backward pass of several runs (lockstep) ------------------------------------------------------------------
+    # -- the root's place in a backward pass --------------------------------------------------------------------------
+
+    def back_propagate(self, backward: Callable[[], object]) -> None:
+        """Run a backward pass through what :meth:`call` returned, or inside it."""
+        with self.reduced_after():
+            backward()
 
     @contextmanager
-    def root_held(self) -> Iterator[Callable[[], None]]:
-        """Hold back reduction and resharding of the root and further groups until the yielded function is called."""
-        self._hold_root(True)
+    def reduced_after(self) -> Iterator[Callable[[], None]]:
+        """Reduce the root and further groups after the backward pass inside, which may be several runs of autograd.
+
+        Yields:
+            A function to call before the last run: without other ranks to agree with, that run then reduces them.
+        """
         try:
-            yield lambda: self._hold_root(False)
+            self._hold_root(True)
+            yield partial(self._hold_root, self.unused.agree is not None)
         finally:
             self._hold_root(False)
+        self.unused.settle(self._kept, self.blocks, self._reduce_root)
 
     def _hold_root(self, held: bool) -> None:
         for module in self._kept:
@@ -210,21 +225,8 @@ class ShardedModel:
             fsdp_module(module).set_reshard_after_backward(not held, recurse=False)
         fsdp_module(self.root).set_is_last_backward(not held)
 
-    def reduce_root(self, agree: Agree | None = None) -> None:
-        """Reduce the root and further groups, unless the last run of autograd has done so.
-
-        Args:
-            agree: agrees with the other ranks; given, a parameter that only other ranks have a gradient for takes part
-                with zeros. (FSDP2 reduces parameters that have a gradient, and the ranks must reduce the same.)
-        """
-        groups = [module for module in self._kept if is_unsharded(module)]
-        if agree is not None:
-            params = [p for module in groups for p in gathered_params(module) if p.sharded_param.requires_grad]
-            missing = agree([int(not has_gradient(p)) for p in params])
-            for param, missed_by_all in zip(params, missing, strict=True):
-                if not missed_by_all:
-                    fill_missing(param)
-        if groups:
+    def _reduce_root(self) -> None:
+        if any(is_unsharded(module) for module in self._kept):
             finish_backward(self.root)
 
     # -- calls outside a step ----------------------------------------------------------------------------------------

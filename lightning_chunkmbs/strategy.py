@@ -282,7 +282,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             loss = plugin.pre_backward(closure_loss, module)
             model.sharded.before_backward(loss)
             backward = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
-            backward() if self._window is None else self._window.backward(backward)
+            model.sharded.back_propagate(backward) if self._window is None else self._window.backward(backward)
             self._average_replicated()
             model.sharded.after_backward()
             loss = plugin.post_backward(loss, module)

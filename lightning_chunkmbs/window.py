@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -227,12 +227,15 @@ class Window:
     def backward(self, tail: Callable[[], None] | None = None) -> None:
         """Back-propagate ``tail`` if it has not been, then the block calls; afterwards the gradients are complete."""
         lockstep, self._lockstep, self.state = self._lockstep, None, ""
+        if lockstep is None:
+            if tail is not None:
+                self._model.sharded.back_propagate(tail)
+            return
         if tail is not None:
-            with nullcontext() if lockstep is None else lockstep.guarded():
+            with lockstep.guarded():
                 tail()
-        if lockstep is not None:
-            with self._kept_on_error():
-                lockstep.backward()
+        with self._kept_on_error():
+            lockstep.backward()
 
     def after_backward(self) -> None:
         """Call the hooks that follow backward, once for each micro-batch, now that gradients are complete."""

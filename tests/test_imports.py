@@ -22,7 +22,7 @@ ROWS = [
     {"guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
-    {"nested", "prefetch"},
+    {"prefetch", "unused"},
     {"fsdp2", "host_parameters"},
     {"block"},
     {"joining", "recompute", "ties"},
@@ -36,6 +36,7 @@ ROWS = [
     {"arguments"},
     {"packed"},
     {
+        "agree",
         "block_buffers",
         "caches",
         "compiled",
