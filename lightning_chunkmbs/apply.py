@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -218,10 +218,10 @@ class AppliedModel:
             self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True
 
-    def check_batch(self, batch: object) -> None:
-        """Refuse a batch that differs between ranks that share layers."""
+    def check_batch(self, batch: object, loader: Hashable) -> None:
+        """Refuse a batch that differs between ranks that share layers; the first of each ``loader`` by its values."""
         if self._same_batch is not None:
-            self._same_batch.check(batch)
+            self._same_batch.check(batch, loader)
 
     @property
     def max_lockstep(self) -> int | None:

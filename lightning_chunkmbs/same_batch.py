@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ class SameBatch:
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree
-        self._first = True
+        self._seen: set[Hashable] = set()
 
-    def check(self, batch: Any) -> None:
-        """Refuse a batch of other shapes (so perhaps other chunks) than the other ranks'; the first one by its values.
+    def check(self, batch: Any, loader: Hashable) -> None:
+        """Refuse a batch of other shapes (so perhaps other chunks) than the other ranks'.
+
+        The first one of each ``loader`` is compared by its values.
 
         Raises:
             ValueError: the batches differ; raised on every rank.
         """
-        values, self._first = self._first, False  # afterwards not: each look at values waits for the device
+        values = loader not in self._seen  # afterwards not: each look at values waits for the device
+        self._seen.add(loader)
         mark = zlib.crc32(b"".join(_described(leaf, values) for _, leaf in tree_leaves(batch)))
         least, greatest = self._agree([mark, -mark])
         if least != -greatest:

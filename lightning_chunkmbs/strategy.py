@@ -210,7 +210,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
         self._ready_model.replicated.accumulate_in_fp32()
-        self._ready_model.check_batch((args, kwargs))
+        self._ready_model.check_batch((args, kwargs), "training")
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
         else:
@@ -254,7 +254,8 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             return self._evaluate(self._module.predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._ready_model.check_batch((args, kwargs))
+        # After the batch and its number comes that of its loader, if there are several.
+        self._ready_model.check_batch((args, kwargs), (self._module.trainer.state.stage, args[2:]))
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 

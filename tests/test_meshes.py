@@ -153,6 +153,26 @@ def test_ranks_that_share_layers_must_share_batches(sizes):
         assert "theirs differ in this step" in message
 
 
+class Validated(Meshed):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.losses[batch_idx] = self.net(batch).item()
+
+
+def own_validation_batches(own):
+    """Loaders for validation; in the second one each rank has batches of its own where ``own`` is set."""
+    alike, second = micro_batches([2, 3]), micro_batches([2, 3], seed=dist.get_rank() * own)
+    trainer = make_trainer(strategy_of("tensor parallel"), accumulate_grad_batches=2)
+    trainer.fit(Validated(), Loader(alike), [Loader(alike), Loader(second)])
+    return trainer.global_step
+
+
+def test_every_loader_must_give_ranks_that_share_layers_the_same_batches():
+    assert run_on_ranks(WORLD, own_validation_batches, False) == [1] * WORLD
+    for error, message in raises_on_ranks(WORLD, own_validation_batches, True):
+        assert error == "ValueError"
+        assert "theirs differ in this step" in message
+
+
 def sizes_that_do_not_fit(size):
     fit(Meshed(), own_data("replicas"), chunked(2, fsdp_plan={"replicate_size": size}))
 
