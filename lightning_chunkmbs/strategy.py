@@ -272,7 +272,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         state = self._window.state if self._window is not None else ""
         if state == "queued":
             return closure_loss
-        with model.sharded.cleaned_on_error():
+        with model.back_propagating():
             if self._window is not None and state == "open":
                 self._window.backward()
                 self._average_replicated()

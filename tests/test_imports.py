@@ -25,6 +25,7 @@ ROWS = [
     {"nested", "prefetch"},
     {"fsdp2", "host_parameters"},
     {"block"},
+    {"chunk_runs"},
     {"joining", "recompute", "ties"},
     {"chunked_tensor"},
     {"host_functions"},
@@ -33,6 +34,7 @@ ROWS = [
     {"stored_activation"},
     {"host_buffers"},
     {"streams"},
+    {"out_of_memory"},
     {"arguments"},
     {"packed"},
     {
