@@ -42,6 +42,7 @@ ROWS = [
         "caches",
         "compiled",
         "dtypes",
+        "failures",
         "meshes",
         "patterns",
         "plans",
