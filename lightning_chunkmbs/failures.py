@@ -80,10 +80,9 @@ class Failures:
             if not silent:
                 return "No rank failed by itself: the connection between them was lost or too slow for the timeout."
             if time.monotonic() > end:
-                ranks = ", ".join(map(str, silent))
                 return (
-                    f"Of rank {ranks} nothing was heard: it was killed (host memory?), hangs, or cannot be reached. See "
-                    f"its log for the cause."
+                    f"Of rank {', '.join(map(str, silent))} nothing was heard: it was killed (host memory?), hangs, or "
+                    f"cannot be reached. See its log for the cause."
                 )
             time.sleep(0.1)
 
