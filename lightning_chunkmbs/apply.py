@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from .agree import Agree, make_agree
 from .arguments import CutRule
-from .block import BlockSettings, block_settings, make_chunked, own_forward
+from .block import block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_coupling, check_structure
+from .chunk_runs import BlockSettings
 from .chunked_tensor import Cuts
 from .compiled import CompiledForwards
 from .dtypes import Dtypes
@@ -23,6 +25,7 @@ from .groups import gather_around, shard
 from .materialize import convert, materialize, move
 from .meshes import Meshes
 from .offload import ActivationStore, StoreSettings
+from .out_of_memory import explained_in_backward
 from .patterns import check_not_nested, match_modules
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .prefetch import Prefetch
@@ -169,6 +172,8 @@ class AppliedModel:
             dtypes=Dtypes() if isinstance(block, FSDPModule) else self.dtypes,
             save_ops=self._save_ops,
             stream=store.put if store is not None and self._streams else None,
+            # Ranks that share a layer compute it on the same chunks.
+            may_halve=self.meshes.tensor.size() == 1,
             last=name == list(self.blocks)[-1],
         )
         make_chunked(block, settings)
@@ -217,6 +222,13 @@ class AppliedModel:
         if self.meshes.tensor.size() > 1:
             self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True
+
+    @contextmanager
+    def back_propagating(self) -> Iterator[None]:
+        """Context of a backward pass: what it leaves behind when it fails is cleaned, lack of memory is explained."""
+        rules = (settings.rule for settings in map(block_settings, self.blocks.values()))
+        with explained_in_backward(rules), self.sharded.cleaned_on_error():
+            yield
 
     def check_batch(self, batch: object, loader: Hashable) -> None:
         """Refuse a batch that differs between ranks that share layers; the first of each ``loader`` by its values."""

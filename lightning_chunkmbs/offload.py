@@ -115,7 +115,7 @@ class ActivationStore:
         self._collect()
         with torch.no_grad():
             # A conjugate is a flag beside the memory, and copying one runs a kernel on the host.
-            tensor = _dense(tensor.detach().resolve_conj().resolve_neg())
+            tensor = dense(tensor.detach().resolve_conj().resolve_neg())
             activation = StoredActivation(tensor, self.take, self._returned.append)
             if keep or not self._has_room(activation):
                 self._keep(activation, tensor, wait)
@@ -307,7 +307,7 @@ class ActivationStore:
             self._sources.popleft().release()
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """Return ``tensor`` without gaps or overlaps in memory."""
     alike = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor if alike else tensor.clone()

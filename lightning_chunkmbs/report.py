@@ -63,7 +63,7 @@ class StepCounter:
 
 
 class Notices:
-    """Warnings and log lines given once each, on the first rank, for one model."""
+    """Warnings and log lines given once each for one model; on the first rank unless said."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -71,14 +71,23 @@ class Notices:
     def _is_new(self, key: str) -> bool:
         new = key not in self._given
         self._given.add(key)
-        return new and (not dist.is_initialized() or dist.get_rank() == 0)
+        return new
 
     def warn(self, key: str, message: str) -> None:
         """Warn with ``message`` the first time ``key`` is seen."""
-        if self._is_new(key):
+        if self._is_new(key) and _rank() == 0:
             warnings.warn(message, UserWarning, stacklevel=2)
+
+    def warn_here(self, key: str, message: str) -> None:
+        """Warn on this rank, whichever it is, the first time ``key`` is seen."""
+        if self._is_new(key):
+            warnings.warn(f"rank {_rank()}: {message}", UserWarning, stacklevel=2)
 
     def log(self, key: str, message: str) -> None:
         """Log ``message`` at level INFO the first time ``key`` is seen."""
-        if self._is_new(key):
+        if self._is_new(key) and _rank() == 0:
             logger.info(message)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from .apply import AppliedModel
 from .declared import DeclaredPlans
+from .failures import Failures
 from .guards import single_step
 from .host_parameters import backend_for
 from .meshes import Meshes, check_tensor_parallel_size
@@ -87,6 +88,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             chunkmbs_plan=chunkmbs_plan,
             fsdp_plan=fsdp_plan,
         )
+        self._failures: Failures | None = None
         self._meshes: Meshes | None = None
         self._applied: AppliedModel | None = None
         self._window: Window | None = None
@@ -166,6 +168,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             self._meshes = Meshes.make(self.root_device.type, *sizes)
             self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
+        self._failures = Failures()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Apply the plans, fill the model and build optimizers."""
@@ -273,7 +276,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         state = self._window.state if self._window is not None else ""
         if state == "queued":
             return closure_loss
-        with model.sharded.cleaned_on_error():
+        with model.back_propagating():
             if self._window is not None and state == "open":
                 self._window.backward()
                 self._average_replicated()
@@ -323,8 +326,10 @@ class ChunkMBSStrategy(ModelParallelStrategy):
             return super().optimizer_state(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave no group gathered when a run ends by an exception."""
+        """Leave no group gathered when a run ends by an exception, and tell the other ranks of it."""
         super().on_exception(exception)
+        if self._failures is not None:
+            self._failures.explain(exception)
         if self._window is not None:
             self._window.clear()
         if self._applied is not None:

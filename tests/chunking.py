@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_chunkmbs.arguments import CutRule
-from lightning_chunkmbs.block import BlockSettings, make_chunked, own_forward
+from lightning_chunkmbs.block import make_chunked, own_forward
+from lightning_chunkmbs.chunk_runs import BlockSettings
 from lightning_chunkmbs.joining import OutputJoin
 from lightning_chunkmbs.offload import ActivationStore
 from lightning_chunkmbs.report import Notices, StepCounter

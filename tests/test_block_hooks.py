@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from lightning_chunkmbs.block import BlockCall, run_block
+from lightning_chunkmbs.block import run_block
+from lightning_chunkmbs.chunk_runs import BlockCall
 from tests.chunking import (
     again,
     backward,

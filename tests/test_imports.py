@@ -25,6 +25,7 @@ ROWS = [
     {"prefetch", "unused"},
     {"fsdp2", "host_parameters"},
     {"block"},
+    {"chunk_runs"},
     {"joining", "recompute", "ties"},
     {"chunked_tensor"},
     {"host_functions"},
@@ -33,6 +34,7 @@ ROWS = [
     {"stored_activation"},
     {"host_buffers"},
     {"streams"},
+    {"out_of_memory"},
     {"arguments"},
     {"packed"},
     {
@@ -41,6 +43,7 @@ ROWS = [
         "caches",
         "compiled",
         "dtypes",
+        "failures",
         "meshes",
         "patterns",
         "plans",

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_chunkmbs.arguments import CutRule
-from lightning_chunkmbs.block import BlockCall, BlockSettings, make_chunked, own_forward, run_block
+from lightning_chunkmbs.block import make_chunked, own_forward, run_block
+from lightning_chunkmbs.chunk_runs import BlockCall, BlockSettings
 from lightning_chunkmbs.lockstep import Lockstep
 from lightning_chunkmbs.report import Notices, StepCounter
 from lightning_chunkmbs.step_attributes import StepAttributes

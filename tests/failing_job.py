@@ -1,0 +1,45 @@
+"""One rank of a run that fails: ``python -m tests.failing_job raise|kill RANK``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models import Stack, Trained, batches, chunked, fit
+
+TIMEOUT = 60  # seconds of the process group
+
+
+class Failing(Trained):
+    """Ends on rank ``who`` in the second window of two micro-batches."""
+
+    kind = ""
+    who = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and dist.get_rank() == self.who:
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("the cause")
+        return loss
+
+
+def main(kind: str, who: int) -> None:
+    torch.set_num_threads(1)
+    module = Failing(Stack())
+    module.kind, module.who = kind, who
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", timeout=timeout)
+    fit(module, batches([2] * 8), chunked(1, timeout=timeout), accumulate_grad_batches=2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
