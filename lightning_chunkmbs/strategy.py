@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -13,13 +13,14 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
+from .checkpoints import CheckpointingStrategy
 from .declared import DeclaredPlans
 from .failures import Failures
 from .guards import single_step
@@ -34,7 +35,7 @@ from .window import MicroBatch, Window, refuse_windows
 _APPLIED = "_chunkmbs_applied"
 
 
-class ChunkMBSStrategy(ModelParallelStrategy):
+class ChunkMBSStrategy(CheckpointingStrategy):
     """Trains with FSDP2 and runs the work of an optimizer step through each gathered block in micro-chunks.
 
     Each block named by the plans becomes an FSDP2 group, recomputed in backward from entry activations that wait in
@@ -318,12 +319,6 @@ class ChunkMBSStrategy(ModelParallelStrategy):
         self._ready_model.sharded.after_optimizer_step()
         self._step_report = self._ready_model.counter.take()
         return output
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state for a checkpoint, and leave it as it is."""
-        own = getattr(optimizer, "_optimizer", optimizer)
-        with self._window.gradient_shown(own) if self._window is not None else nullcontext():
-            return super().optimizer_state(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no group gathered when a run ends by an exception, and tell the other ranks of it."""

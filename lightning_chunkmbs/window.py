@@ -93,22 +93,6 @@ class Window:
         self._losses = []
         self.state = ""
 
-    @contextmanager
-    def gradient_shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Show a gradient while a window waits in which Lightning's accumulation would have some.
-
-        torch fills the state of an optimizer that has neither state nor gradients by a step, which later steps count.
-        """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if self.state != "queued" or optimizer.state or any(p.grad is not None for p in parameters):
-            yield
-            return
-        parameters[0].grad = torch.zeros_like(parameters[0])
-        try:
-            yield
-        finally:
-            parameters[0].grad = None
-
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, batches: list[MicroBatch]) -> Any:

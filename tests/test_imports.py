@@ -14,7 +14,21 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {
+        "strategy",
+        "declared",
+        "window",
+        "mixin",
+        "precision",
+        "checkpoints",
+        "monitor",
+        "averaging",
+        "planner",
+        "cli",
+        "__main__",
+    },
+    {"checkpoint_states", "consolidate"},
+    {"places"},
     {"apply"},
     {"checks"},
     {"lockstep"},
