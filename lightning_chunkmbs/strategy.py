@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
+from .callback_checks import check_callbacks
 from .declared import DeclaredPlans
 from .guards import single_step
 from .host_parameters import backend_for
@@ -28,12 +29,13 @@ from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
 from .report import StepCounter, StepReport
+from .saved_tensors import SavesTensors
 from .window import MicroBatch, Window, refuse_windows
 
 _APPLIED = "_chunkmbs_applied"
 
 
-class ChunkMBSStrategy(ModelParallelStrategy):
+class ChunkMBSStrategy(SavesTensors, ModelParallelStrategy):
     """Trains with FSDP2 and runs the work of an optimizer step through each gathered block in micro-chunks.
 
     Each block named by the plans becomes an FSDP2 group, recomputed in backward from entry activations that wait in
@@ -159,6 +161,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start processes' communication and make the device mesh, once for all runs of this strategy."""
+        check_callbacks(self._module.trainer)
         self._setup_distributed()
         # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         if self._device_mesh is None:
@@ -224,8 +227,7 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     def _single_step(self, *args: Any, **kwargs: Any) -> Any:
         module, sharded = self._module, self._ready_model.sharded
         with self.precision_plugin.train_step_context(), single_step(sharded.gather_again):
-            follows = module.automatic_optimization
-            return sharded.call(module.training_step, *args, **kwargs, backward_follows=follows)
+            return sharded.call(module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization)
 
     def _run_window(self, window: Window, batches: list[MicroBatch]) -> Any:
         module: Any = self._module

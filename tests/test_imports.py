@@ -14,7 +14,19 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {
+        "strategy",
+        "declared",
+        "window",
+        "mixin",
+        "precision",
+        "monitor",
+        "averaging",
+        "callback_checks",
+        "planner",
+        "cli",
+        "__main__",
+    },
     {"apply"},
     {"checks"},
     {"lockstep"},
@@ -45,6 +57,7 @@ ROWS = [
         "plans",
         "recorders",
         "report",
+        "saved_tensors",
         "selective",
         "trees",
     },
