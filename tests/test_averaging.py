@@ -1,5 +1,6 @@
 """ShardedWeightAveraging beside torch's AveragedModel and Lightning's callback, and runs that resume with averages."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -372,9 +373,12 @@ def without_averages(folder):
     trainer.fit(first, loader(SAMPLES))
     trainer.save_checkpoint(Path(folder, "plain.ckpt"))
     module, averaging, recorder = build(Mixed), ShardedWeightAveraging(DECAY), Recorder()
-    with pytest.warns(UserWarning, match="has no averages"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         fit(module, averaging, None, str(Path(folder, "plain.ckpt")), max_epochs=2, callbacks=[recorder])
-    assert averaging._updates == len(recorder.steps)
+    told = [w for w in caught if "has no averages" in str(w.message)]
+    assert len(told) == (1 if trainer.is_global_zero else 0)
+    assert averaging._updates == len(recorder.steps) == 3
 
 
 def test_averages_begin_in_a_resumed_run(tmp_path):
