@@ -137,10 +137,10 @@ def logged(folder):
 
 def test_callbacks_log_and_stop_as_with_stock(tmp_path):
     tags, _ = run_on_ranks(2, logged, str(tmp_path))
-    for name in ("lr-AdamW", "train|batches", "train|samples", "loss_step", "loss_epoch", "val_loss", "score"):
+    for name in ("lr-AdamW", "train/batches", "train/samples", "loss_step", "loss_epoch", "val_loss", "score"):
         assert name in tags
     assert any("DeviceStats" in tag for tag in tags)
-    assert "train|device|samples_per_sec" in tags
+    assert "train/device/samples_per_sec" in tags
 
 
 # -- profilers, short runs ---------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Nan(Lm):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         zero = (loss * 0).abs()
-        return loss + (zero.sqrt() if batch_idx == 2 else zero).sum()  # the slope of a root at zero times zero
+        return loss + (zero.sqrt() if batch_idx == 2 else zero).sum()  # an infinite slope times zero
 
 
 def anomalous():
@@ -200,7 +200,7 @@ def anomalous():
 def test_anomalies_are_found_inside_a_window():
     for error, message in raises_on_ranks(2, anomalous):
         assert error == "RuntimeError"
-        assert "SqrtBackward0" in message
+        assert "AbsBackward0" in message
 
 
 # -- checkpoints written by callbacks ----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Tuned(Lm):
         self.batch_size = BATCH
 
     def train_dataloader(self):
-        return DataLoader([sample(i) for i in range(32)], batch_size=self.batch_size, collate_fn=collate)
+        return DataLoader([sample(i) for i in range(64)], batch_size=self.batch_size, collate_fn=collate)
 
 
 def find_rate(distributed, n):
@@ -275,8 +275,8 @@ def find_rate(distributed, n):
             engaged(module, [n] * 6)
             module.reports, module.rates = [], []
             trainer.fit(module)
-            engaged(module, windows_of(8, n))
-            assert len(module.rates) == len(windows_of(8, n))
+            engaged(module, windows_of(16, n))
+            assert len(module.rates) == len(windows_of(16, n))
     mine, stock = results
     assert mine["lr"] == stock["lr"]
     assert mine["loss"] == pytest.approx(stock["loss"], abs=CLOSE)
