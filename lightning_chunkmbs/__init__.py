@@ -1,5 +1,6 @@
 """ChunkMBS: FSDP2 under PyTorch Lightning with one gather per block and pass for all micro-chunks of a step."""
 
+from .averaging import ShardedWeightAveraging
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .report import StepReport
@@ -12,5 +13,6 @@ __all__ = [
     "ChunkMBSStrategy",
     "FSDPPlan",
     "RecomputePlan",
+    "ShardedWeightAveraging",
     "StepReport",
 ]

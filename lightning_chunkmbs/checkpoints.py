@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .checkpoint_states import load_sharded, load_whole
 from .places import Place
+from .saved_tensors import SAVED_TENSORS
 
 
 class CheckpointingStrategy(ModelParallelStrategy):
@@ -45,6 +46,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         states = {"state_dict": checkpoint.pop("state_dict")}
         optimizer_states = checkpoint.pop("optimizer_states", [])
         states |= {f"optimizer_{index}": state for index, state in enumerate(optimizer_states)}
+        if added := checkpoint.get(SAVED_TENSORS):  # their names stay
+            states[SAVED_TENSORS] = added
+            checkpoint[SAVED_TENSORS] = {group: dict.fromkeys(tensors) for group, tensors in added.items()}
         self._on_first_rank(lambda: place.prepare(folder=True))
         dcp.save(states, checkpoint_id=place.target.id)
 

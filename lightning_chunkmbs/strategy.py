@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
+from .callback_checks import check_callbacks
 from .checkpoints import CheckpointingStrategy
 from .declared import DeclaredPlans
 from .failures import Failures
@@ -162,6 +163,7 @@ class ChunkMBSStrategy(CheckpointingStrategy):
 
     def setup_environment(self) -> None:
         """Start processes' communication and make the device mesh, once for all runs of this strategy."""
+        check_callbacks(self._module.trainer)
         self._setup_distributed()
         # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         if self._device_mesh is None:
@@ -228,8 +230,7 @@ class ChunkMBSStrategy(CheckpointingStrategy):
     def _single_step(self, *args: Any, **kwargs: Any) -> Any:
         module, sharded = self._module, self._ready_model.sharded
         with self.precision_plugin.train_step_context(), single_step(sharded.gather_again):
-            follows = module.automatic_optimization
-            return sharded.call(module.training_step, *args, **kwargs, backward_follows=follows)
+            return sharded.call(module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization)
 
     def _run_window(self, window: Window, batches: list[MicroBatch]) -> Any:
         module: Any = self._module

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -64,11 +64,6 @@ class Window:
 
     def add(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Put a micro-batch aside; return those to run now, none while more are to come."""
-        if self._trainer.fit_loop._skip_backward:
-            raise RuntimeError(
-                "An epoch that runs training_step without backward (SWA's batch-norm pass) cannot be run in windows. "
-                "Write enable_chunk_mbs: false, or leave StochasticWeightAveraging out."
-            )
         if self._complete:
             self.outputs = []
         self._queue.append(micro_batch)
@@ -310,7 +305,7 @@ def refuse_windows(trainer: Any, module: pl.LightningModule) -> None:
     """Refuse before training what cannot be run in windows.
 
     Raises:
-        TypeError: the ``training_step`` takes an iterator, or an optimizer or callback calls it again.
+        TypeError: the ``training_step`` takes an iterator, or an optimizer calls it again.
     """
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
     if trainer.accumulate_grad_batches == 1 and not any(s.going_to_accumulate_grad_batches() for s in schedulers):
@@ -322,5 +317,3 @@ def refuse_windows(trainer: Any, module: pl.LightningModule) -> None:
         )
     if any(isinstance(getattr(o, "_optimizer", o), torch.optim.LBFGS) for o in trainer.optimizers):
         raise TypeError(f"LBFGS runs its closure several times in a step; a window runs once. {cure}")
-    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):
-        raise TypeError(f"StochasticWeightAveraging ends with an epoch without backward; windows need one. {cure}")

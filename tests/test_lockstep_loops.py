@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.callbacks import timer as timer_module
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
@@ -307,10 +307,9 @@ class SecondOrder(Lm):
 
 
 def refused():
-    averaging = {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-2)], "accumulate_grad_batches": 2}
     later = {"callbacks": [GradientAccumulationScheduler({1: 2})], "max_epochs": 2}
     messages = []
-    for kind, options in [(Drawing, {"accumulate_grad_batches": 2}), (SecondOrder, later), (Lm, averaging)]:
+    for kind, options in [(Drawing, {"accumulate_grad_batches": 2}), (SecondOrder, later)]:
         module, trainer = build(kind), trainer_of(our_strategy(), **options)
         with pytest.raises(TypeError) as error:
             trainer.fit(module)
@@ -320,10 +319,9 @@ def refused():
 
 
 def test_what_cannot_run_in_windows_is_refused_before_training():
-    for drawing, second_order, averaging in run_on_ranks(2, refused):
+    for drawing, second_order in run_on_ranks(2, refused):
         assert "training_step(dataloader_iter)" in drawing
         assert "LBFGS" in second_order
-        assert "StochasticWeightAveraging" in averaging
-        for message in (drawing, second_order, averaging):
+        for message in (drawing, second_order):
             assert message.count("\n") == 0
             assert "enable_chunk_mbs: false" in message
