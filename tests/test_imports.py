@@ -34,11 +34,10 @@ ROWS = [
     {"host_buffers"},
     {"streams"},
     {"arguments"},
-    {"packed"},
+    {"compiled", "packed"},
     {
         "block_buffers",
         "caches",
-        "compiled",
         "dtypes",
         "meshes",
         "patterns",
