@@ -214,6 +214,11 @@ class AppliedModel:
             self._same_batch = SameBatch(make_agree(self.meshes.tensor))
         self._ready = True
 
+    def begin_epoch(self) -> None:
+        """Look at the values of the next batch when it is compared between ranks that share layers."""
+        if self._same_batch is not None:
+            self._same_batch.begin_epoch()
+
     def check_batch(self, batch: object) -> None:
         """Refuse a batch that differs between ranks that share layers."""
         if self._same_batch is not None:

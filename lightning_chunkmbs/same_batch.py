@@ -23,8 +23,12 @@ class SameBatch:
         self._agree = agree
         self._first = True
 
+    def begin_epoch(self) -> None:
+        """Look at the values of the next batch again: samplers that are seeded for each epoch part there."""
+        self._first = True
+
     def check(self, batch: Any) -> None:
-        """Refuse a batch of other shapes (so perhaps other chunks) than the other ranks'; the first one by its values.
+        """Refuse a batch of other shapes (so perhaps other chunks) than the other ranks'; an epoch's first by values.
 
         Raises:
             ValueError: the batches differ; raised on every rank.

@@ -333,6 +333,8 @@ class ChunkMBSStrategy(ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Forget a window that was not completed."""
         super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:
+            self._ready_model.begin_epoch()
         if self._window is not None:
             self._window.start_batch(batch_idx)
 
