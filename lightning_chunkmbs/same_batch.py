@@ -27,7 +27,7 @@ class SameBatch:
     def check(self, batch: Any, loader: Hashable) -> None:
         """Refuse a batch of other shapes (so perhaps other chunks) than the other ranks'.
 
-        The first one of each ``loader`` is compared by its values.
+        The first one of each ``loader`` (one of each epoch) is compared by its values.
 
         Raises:
             ValueError: the batches differ; raised on every rank.

@@ -216,7 +216,7 @@ class ChunkMBSStrategy(CheckpointingStrategy):
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
         self._ready_model.replicated.accumulate_in_fp32()
-        self._ready_model.check_batch((args, kwargs), "training")
+        self._ready_model.check_batch((args, kwargs), ("training", self._module.current_epoch))
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
         else:
@@ -260,7 +260,8 @@ class ChunkMBSStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # After the batch and its number comes that of its loader, if there are several.
-        self._ready_model.check_batch((args, kwargs), (self._module.trainer.state.stage, args[2:]))
+        loader = self._module.trainer.state.stage, self._module.current_epoch, args[2:]
+        self._ready_model.check_batch((args, kwargs), loader)
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 

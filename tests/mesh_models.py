@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_chunkmbs import ChunkMBSStrategy
 from tests.collectives import Collectives
-from tests.models import chunked, optimizer_for
-from tests.one_window import Windowed, build, micro_batches
+from tests.expert_models import ExpertBlock, Experts
+from tests.models import Block, Loader, chunked, fit, full, make_trainer, optimizer_for
+from tests.one_window import Windowed, assert_close, build, micro_batches
 from tests.structure_models import Decoder
 
 WORLD = 4
@@ -23,12 +26,19 @@ CLIP = 0.05
 class Scaled(Decoder):
     """With a 0-dim parameter, which every rank holds whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__(block=block)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return super().loss(self.scale * x, tokens)
+
+
+class ScaledMixture(Scaled):
+    """With experts in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(ExpertBlock)
 
 
 class Meshed(Windowed):
@@ -55,6 +65,8 @@ class Meshed(Windowed):
         if tensor.size() > 1:
             for layer in (module for module in self.net.modules() if hasattr(module, "up")):
                 parallelize_module(layer, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            for experts in (module for module in self.net.modules() if isinstance(module, Experts)):
+                parallelize_module(experts.each[0], tensor, ColwiseParallel(output_layouts=Replicate()))
             # Outside blocks, in the root group.
             parallelize_module(self.net, tensor, {"head": ColwiseParallel(output_layouts=Replicate())})
 
@@ -78,14 +90,18 @@ def ranks_with_data(mesh: str) -> int:
     return WORLD if mesh == "replicas" else WORLD // 2
 
 
-def data_of(mesh: str, sizes: list[int] | None = None) -> list[list[Tensor]]:
+def data_of(mesh: str) -> list[list[Tensor]]:
     """The micro-batches of each rank with data of its own: different sizes, so different numbers of chunks."""
     all_sizes = [[3, 1, 2, 3], [5, 2, 1, 4], [1, 1, 6, 2], [2, 3, 3, 1]]
     return [micro_batches(sizes, seed=i) for i, sizes in enumerate(all_sizes[: ranks_with_data(mesh)])]
 
 
+def own_part(mesh: str, data: list[list[Tensor]]) -> list[Tensor]:
+    return data[dist.get_rank() // (WORLD // ranks_with_data(mesh))]
+
+
 def own_data(mesh: str) -> list[Tensor]:
-    return data_of(mesh)[dist.get_rank() // (WORLD // ranks_with_data(mesh))]
+    return own_part(mesh, data_of(mesh))
 
 
 def strategy_of(mesh: str, **options: Any) -> ChunkMBSStrategy:
@@ -108,3 +124,39 @@ def train_plainly(net: nn.Module, data: list[list[Tensor]], n: int, epochs: int)
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), CLIP).item())
             optimizer.step()
     return norms
+
+
+def values(module: Windowed) -> dict[str, Tensor]:
+    return {name: full(p).detach().clone() for name, p in module.net.named_parameters()}
+
+
+def clip_and_resume(
+    kind: type[nn.Module], data: list[list[Tensor]], mine: list[Tensor], strategy: Callable[[], Any], n: int, path: str
+) -> Meshed:
+    """Two epochs of clipped windows equal one process, and so they do when the second is resumed from a checkpoint.
+
+    Args:
+        kind: what is trained.
+        data: for each rank with data its micro-batches.
+        mine: this rank's.
+        strategy: makes a strategy.
+        n: micro-batches of a window.
+        path: where the checkpoint goes.
+
+    Returns:
+        The module of the run that was not interrupted.
+    """
+    options = {"accumulate_grad_batches": n, "gradient_clip_val": CLIP}
+    net, whole, first, second = build(kind), *(Meshed(build(kind)) for _ in range(3))
+    norms = train_plainly(net, data, n, 2)
+    assert min(norms) > 2 * CLIP, "nothing is clipped"
+    fit(whole, mine, strategy(), max_epochs=2, **options)
+    assert whole.norms == pytest.approx(norms, rel=1e-4)
+    assert_close(values(whole), {name: p.detach() for name, p in net.named_parameters()}, 2e-6)
+    fit(first, mine, strategy(), **options).save_checkpoint(path)
+    dist.barrier()
+    make_trainer(strategy(), max_epochs=2, **options).fit(second, Loader(mine), ckpt_path=path)
+    assert len(second.norms) == len(norms) // 2
+    assert_close(values(second), values(whole), 0)
+    assert list(second.net.state_dict()) == list(net.state_dict())
+    return whole

@@ -7,11 +7,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from lightning_chunkmbs import ChunkMBSStrategy
+from lightning_chunkmbs.block import run_idle_block
 from lightning_chunkmbs.compiled import CompiledForwards
+from tests.mesh_models import clip_and_resume
 from tests.models import Block, chunked, fit
 from tests.one_window import Windowed, accumulate, assert_close, build, micro_batches, train_window
 from tests.ranks import count_collectives, run_on_ranks
-from tests.structure_models import Decoder
+from tests.structure_models import Decoder, Images
 
 
 class Counting(Windowed):
@@ -50,6 +52,57 @@ def compiled(backend, precision, blocks):
     expected, _ = accumulate(build(Decoder, blocks), [data_of(0), data_of(1)])
     assert_close(module.gradients, expected, 1e-6 if precision == "32-true" else 3e-2)
     return module.graphs + again.graphs
+
+
+class ScaledBlock(Block):
+    """With a 0-dim parameter inside, which FSDP2 does not gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class ScaledBlocks(Decoder):
+    def __init__(self):
+        super().__init__(block=ScaledBlock)
+
+
+def uneven(kind, towers, max_lockstep, folder):
+    """Windows of four micro-batches of different sizes and lengths: graphs for any shape are made on the way."""
+    torch._dynamo.reset()
+    counters.clear()
+    rank, sizes = torch.distributed.get_rank(), [[4, 1, 2, 6], [3, 1, 5, 1]]
+    data = [micro_batches(s, [6, 8, 5, 7], seed=i) for i, s in enumerate(sizes)]
+    plan = {"apply_modules": towers, "max_lockstep": max_lockstep}
+    idle = patch("lightning_chunkmbs.lockstep.run_idle_block", wraps=run_idle_block)
+    with patch("lightning_chunkmbs.compiled.BACKEND", "aot_eager"), idle as idled:
+        module = clip_and_resume(
+            kind,
+            data,
+            data[rank],
+            lambda: chunked(2, chunkmbs_plan=plan, fsdp_plan={"compile_blocks": True}),
+            4,
+            f"{folder}/checkpoint",
+        )
+    assert counters["stats"]["unique_graphs"] == 2, "one for one sample, one for more"
+    return module.report.all_gathers, idled.called
+
+
+# Images: only batches with an even number of samples need the tower, so the second rank never does.
+@pytest.mark.parametrize(
+    ("kind", "towers", "max_lockstep", "gathers", "idle"),
+    [
+        (ScaledBlocks, ["net.layers.{*}"], 4, 7, [False, False]),
+        (ScaledBlocks, ["net.layers.{*}"], 3, 14, [False, False]),
+        (Images, ["net.tower.{*}", "net.layers.{*}"], 4, 11, [False, True]),
+    ],
+)
+def test_uneven_chunks_share_graphs(kind, towers, max_lockstep, gathers, idle, tmp_path):
+    ran = run_on_ranks(2, uneven, kind, towers, max_lockstep, str(tmp_path), timeout=240)
+    assert ran == [(gathers, i) for i in idle]
 
 
 # torch gives up, silently, after eight graphs of one function: there are more blocks than that.

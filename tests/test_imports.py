@@ -51,12 +51,11 @@ ROWS = [
     {"streams"},
     {"out_of_memory"},
     {"arguments"},
-    {"packed"},
+    {"compiled", "packed"},
     {
         "agree",
         "block_buffers",
         "caches",
-        "compiled",
         "dtypes",
         "failures",
         "meshes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from tests.models import BLOCKS, Block, chunked, fit
 from tests.one_window import Windowed, build, micro_batches, observed
 from tests.ranks import run_on_ranks
 from tests.structure_models import Decoder, TwoTowers
-from tests.timeline import COMPUTE, GATHER, Timeline, recorded
+from tests.timeline import COMPUTE, GATHER, Timeline, delayed, recorded
 
 TOWERS = ["net.layers.{*}", "net.tower.{*}"]
 EXPERTS = ["net.layers.{*}.experts"]
@@ -40,7 +42,9 @@ class FrozenTower(TwoTowers):
 KINDS = {**vars(structure_models), **vars(expert_models), "Teacher": Teacher, "FrozenTower": FrozenTower}
 
 
-def second_step(kind: str, ahead: int, sizes: list[int], groups: list[str]) -> tuple[Timeline, tuple[int, int], int]:
+def second_step(
+    kind: str, ahead: int, sizes: list[int], groups: list[str], watched: Any = recorded
+) -> tuple[Timeline, tuple[int, int], int]:
     """What happens in the second optimizer step, when the order is known."""
     module = Windowed(build(KINDS[kind]))
     data = micro_batches(sizes, seed=dist.get_rank())
@@ -48,7 +52,7 @@ def second_step(kind: str, ahead: int, sizes: list[int], groups: list[str]) -> t
     plan = {"apply_modules": towers, "chunk_kwarg_names": ["memory"] if kind == "SharedMemory" else []}
     options = {"forward_prefetch": ahead, "apply_modules": groups}
     strategy = chunked(2, chunkmbs_plan=plan, fsdp_plan=options)
-    with recorded(module.net, Block) as timeline, observed() as seen:
+    with watched(module.net, Block) as timeline, observed() as seen:
         fit(module, [*data, *data], strategy, accumulate_grad_batches=len(sizes))
     return timeline, (module.report.all_gathers, module.report.reduce_scatters), (seen.runs or [1])[-1]
 
@@ -122,6 +126,25 @@ def test_only_the_first_gather_of_a_pass_is_waited_for():
         assert waits == ["root", "layers.0", "layers.2"]
     for timeline, _, _ in run_on_ranks(2, second_step, "CodeBetween", 0, LOCKSTEP, []):
         assert len([name for name, left in timeline.waits if left]) == STACK
+
+
+@pytest.mark.parametrize("kind", ["Decoder", "CodeBetween", "TwoTowers", "Repeated"])
+def test_on_a_process_group_that_takes_its_time(kind):
+    """The next gather is under way before a block computes, and only a pass's first is waited for."""
+    sizes, gathers, runs = CASES[kind]
+    for timeline, (gathered, _), ran in run_on_ranks(2, second_step, kind, 1, sizes, [], delayed):
+        assert (gathered, ran) == (gathers, runs)
+        assert len(timeline.waits) == gathers, "each gather is waited for once"
+        assert_ahead(timeline, 1)
+        forward, backward = phases(timeline)
+        waits = [name for name, left in timeline.waits if left]
+        # The last block of the forward pass is the first of the backward pass, gathered again.
+        assert waits == ["root", forward[0][1], backward[0][1]]
+
+
+def test_without_prefetch_the_process_group_is_waited_for():
+    for timeline, (gathered, _), _ in run_on_ranks(2, second_step, "CodeBetween", 0, LOCKSTEP, [], delayed):
+        assert gathered == len([name for name, left in timeline.waits if left]) == STACK
 
 
 class TwoOptimizers(Windowed):

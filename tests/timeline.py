@@ -13,8 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 GATHER, COMPUTE = 2.0, 1.0
 
@@ -60,7 +63,7 @@ def recorded(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
     """Record what is gathered for modules of ``net``, and what its ``blocks`` compute."""
     timeline = Timeline()
     names = {id(module): name for name, module in net.named_modules()}
-    unshard, wait, forward = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, blocks.forward
+    unshard, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def noting_unshard(self: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
         before = self._all_gather_result
@@ -73,13 +76,71 @@ def recorded(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
             timeline.wait(names.get(id(self.modules[0]), "root"))
         wait(self)
 
+    with (
+        patch.object(FSDPParamGroup, "unshard", noting_unshard),
+        patch.object(FSDPParamGroup, "wait_for_unshard", noting_wait),
+        _computing(timeline, net, blocks),
+    ):
+        yield timeline
+
+
+@contextmanager
+def _computing(timeline: Timeline, net: nn.Module, blocks: type[nn.Module]) -> Iterator[None]:
+    names, forward = {id(module): name for name, module in net.named_modules()}, blocks.forward
+
     def noting_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         timeline.compute(names[id(self)])
         return forward(self, *args, **kwargs)
 
-    with (
-        patch.object(FSDPParamGroup, "unshard", noting_unshard),
-        patch.object(FSDPParamGroup, "wait_for_unshard", noting_wait),
-        patch.object(blocks, "forward", noting_forward),
-    ):
+    with patch.object(blocks, "forward", noting_forward):
+        yield
+
+
+class _Delayed(dist.Work):
+    """An all-gather under way: its output has no values before it is waited for."""
+
+    def __init__(self, timeline: Timeline, name: str, output: Tensor, work: dist.Work, received: Tensor) -> None:
+        super().__init__()
+        self._finish = (timeline, name, output, work, received)
+
+    def wait(self, *_: Any) -> bool:
+        timeline, name, output, work, received = self._finish
+        timeline.wait(name)
+        work.wait()
+        output.copy_(received)
+        return True
+
+
+@contextmanager
+def delayed(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
+    """As :func:`recorded`, on a process group whose all-gathers return at once and take their time.
+
+    Which group is gathered is told by what it sends, for torch.distributed knows no modules.
+    """
+    timeline = Timeline()
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    original = getattr(dist, name)
+
+    def gather(output: Tensor, sent: Tensor, group: Any, async_op: bool) -> dist.Work:
+        timeline.gather(group_name := _sender(net, sent))
+        received, sent = torch.empty_like(output), sent.clone()  # which may be a part of the output
+        output.fill_(torch.nan)
+        return _Delayed(timeline, group_name, output, original(received, sent, group=group, async_op=True), received)
+
+    def by_name(*args: Any, **kwargs: Any) -> dist.Work:
+        tensors = [*args, *(kwargs[k] for k in ("output_tensor", "input_tensor") if k in kwargs)]
+        return gather(*tensors, kwargs["group"], kwargs["async_op"])
+
+    with patch.object(dist, name, by_name), _computing(timeline, net, blocks):
         yield timeline
+
+
+def _sender(net: nn.Module, sent: Tensor) -> str:
+    """Return the name of the module whose shards are ``sent``; all that is not in a group of ``net`` is the root's."""
+    for name, module in net.named_modules():
+        if isinstance(module, FSDPModule):
+            shards = [p.to_local() for p in module.parameters() if isinstance(p, DTensor)]
+            sums = torch.stack([s.double().square().sum() for s in shards]).sum() if shards else torch.zeros(())
+            if torch.isclose(sums.double(), sent.double().square().sum(), rtol=1e-9):
+                return name
+    return "root"
