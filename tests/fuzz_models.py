@@ -27,7 +27,7 @@ BATCH_DIMS = {"condition": 0, "ids": 1}  # those of their own, whatever that of 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: how tokens mix, what it returns, whether projections are tied, and whether it has a 0-dim parameter."""
+    """One block: how tokens mix, what it returns, whether projections are tied, whether there is a 0-dim parameter."""
 
     mixing: str
     output: str

@@ -14,7 +14,20 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {
+        "strategy",
+        "declared",
+        "even_data",
+        "setup_checks",
+        "window",
+        "mixin",
+        "precision",
+        "monitor",
+        "averaging",
+        "planner",
+        "cli",
+        "__main__",
+    },
     {"apply"},
     {"checks"},
     {"lockstep"},
