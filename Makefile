@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH  ?=
 # make test ARGS="-k pool": arguments for pytest, or for the main job after its --config
 ARGS   ?=
+# make fuzz COUNT=500 FIRST=0: how many random cases, and the seed of the first
+COUNT  ?= 500
+FIRST  ?= 0
 
 VENV  := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.installed
@@ -14,7 +17,7 @@ PINS  := $(VENV)/constraints.txt
 # Another torch brings its own versions of what it requires; our pins of these would contradict it.
 TORCH_OWN := sympy|mpmath|networkx|setuptools|triton|nvidia-[^=]*|cuda-[^=]*
 
-.PHONY: help train compare test lint env clean
+.PHONY: help train compare test fuzz lint env clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +30,9 @@ compare: $(STAMP) ## install, then print step times of stock accumulation beside
 
 test: $(STAMP) ## install, then run all tests
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## install, then train random networks beside plain torch (COUNT=500, FIRST=0: nightly)
+	$(VENV)/bin/python -m tests.fuzz --count $(COUNT) --first $(FIRST)
 
 lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/ruff check .

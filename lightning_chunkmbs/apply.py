@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .agree import Agree, make_agree
 from .arguments import CutRule
@@ -103,6 +104,7 @@ class AppliedModel:
         dtypes: dtypes of shards, gathered parameters and reduction.
         sharded: its FSDP2 groups, through which steps run.
         replicated: parameters that every rank holds whole.
+        whole: names of the parameters that sharding left whole.
         blocks: its blocks by name, in definition order.
         agree: agrees with the other ranks on the next block; None if they surely call the same ones.
     """
@@ -149,6 +151,7 @@ class AppliedModel:
         )
         self.sharded = ShardedModel(root, list(self.blocks.values()), counter, self._prefetch, self._unused)
         self.replicated = ReplicatedParameters(root, meshes)
+        self.whole = {name for name, p in root.named_parameters() if not isinstance(p, DTensor)}
         self.agree: Agree | None = None
         self._same_batch: SameBatch | None = None
         self._ready = self._received_checked = False

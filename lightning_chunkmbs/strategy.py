@@ -20,23 +20,23 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
-from .callback_checks import check_callbacks
 from .checkpoints import CheckpointingStrategy
 from .declared import DeclaredPlans
+from .even_data import ComparesData, EvenData
 from .failures import Failures
 from .guards import single_step
 from .host_parameters import backend_for
 from .meshes import Meshes, check_tensor_parallel_size
-from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
 from .report import StepCounter, StepReport
-from .window import MicroBatch, Window, refuse_windows
+from .setup_checks import check_callbacks, check_parameters, refuse_windows
+from .window import MicroBatch, Window
 
 _APPLIED = "_chunkmbs_applied"
 
 
-class ChunkMBSStrategy(CheckpointingStrategy):
+class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
     """Trains with FSDP2 and runs the work of an optimizer step through each gathered block in micro-chunks.
 
     Each block named by the plans becomes an FSDP2 group, recomputed in backward from entry activations that wait in
@@ -189,9 +189,11 @@ class ChunkMBSStrategy(CheckpointingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            check_parameters(module, self.optimizers, self._ready_model.whole)
             if self._ready_model.plans.enable_chunk_mbs and module.automatic_optimization:
                 refuse_windows(trainer, module)
                 self._window = Window(trainer, module, self._ready_model)
+        self.even_data = EvenData(trainer)
         self.setup_precision_plugin()
         if fitting and not self._declared.fsdp_plan.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -223,7 +225,7 @@ class ChunkMBSStrategy(CheckpointingStrategy):
             batches = self._window.add(MicroBatch(args, kwargs))
             if not batches:
                 return torch.full((), torch.nan, device=self.root_device)
-            output = self._run_window(self._window, batches)
+            output = self._window.run_ready(batches, self._single_step)
         self._ready_model.check_received()
         return output
 
@@ -231,17 +233,6 @@ class ChunkMBSStrategy(CheckpointingStrategy):
         module, sharded = self._module, self._ready_model.sharded
         with self.precision_plugin.train_step_context(), single_step(sharded.gather_again):
             return sharded.call(module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization)
-
-    def _run_window(self, window: Window, batches: list[MicroBatch]) -> Any:
-        module: Any = self._module
-        merges = isinstance(module, ChunkMBSMixin) and module.merges_micro_batches
-        if merges and module.trainer.accumulate_grad_batches > 1:
-            batch = module.merge_micro_batches([b.args[0] for b in batches])
-            merged = MicroBatch((batch, *batches[-1].args[1:]), batches[-1].kwargs)
-            return window.run_alone(merged, self._single_step, stands_for=len(batches))
-        if len(batches) > 1 or window.together:
-            return window.run(batches)
-        return window.run_alone(batches[0], self._single_step)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step`` with the root group gathered."""
@@ -262,6 +253,7 @@ class ChunkMBSStrategy(CheckpointingStrategy):
         # After the batch and its number comes that of its loader, if there are several.
         loader = self._module.trainer.state.stage, self._module.current_epoch, args[2:]
         self._ready_model.check_batch((args, kwargs), loader)
+        self.even_data.before_evaluation_batch()
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 
@@ -338,6 +330,11 @@ class ChunkMBSStrategy(CheckpointingStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._window is not None:
             self._window.start_batch(batch_idx)
+
+    def on_train_start(self) -> None:
+        """Refuse what hooks have added to the module since it was sharded."""
+        check_parameters(self._module, self.optimizers, self._ready_model.whole)
+        super().on_train_start()
 
     def teardown(self) -> None:
         """Forget what waits and end the run."""

@@ -1,6 +1,6 @@
 """The window of an optimizer step: micro-batches wait under Lightning's untouched loop, then run in lockstep.
 
-The only file that touches the private parts of Lightning's loops.
+Touches the private parts of Lightning's loops, as ``even_data.py`` does.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from .apply import AppliedModel
 from .lockstep import Lockstep
+from .mixin import ChunkMBSMixin
 from .step_attributes import StepAttributes, named_attributes
 from .step_state import ThreadState
 from .trees import map_tree
@@ -89,6 +87,18 @@ class Window:
         self.state = ""
 
     # -- running ------------------------------------------------------------------------------------------------------
+
+    def run_ready(self, batches: list[MicroBatch], step: Callable[..., Any]) -> Any:
+        """Run micro-batches that :meth:`add` returned: merged, side by side, or the only one by ``step``."""
+        module: Any = self._module
+        merges = isinstance(module, ChunkMBSMixin) and module.merges_micro_batches
+        if merges and self._trainer.accumulate_grad_batches > 1:
+            batch = module.merge_micro_batches([b.args[0] for b in batches])
+            merged = MicroBatch((batch, *batches[-1].args[1:]), batches[-1].kwargs)
+            return self.run_alone(merged, step, stands_for=len(batches))
+        if len(batches) > 1 or self.together:
+            return self.run(batches)
+        return self.run_alone(batches[0], step)
 
     def run(self, batches: list[MicroBatch]) -> Any:
         """Run the steps side by side and back-propagate their tails.
@@ -299,21 +309,3 @@ def _refuse_mismatch(everyone: list[list[tuple[int, str]]]) -> None:
 
 def _metrics(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
-
-
-def refuse_windows(trainer: Any, module: pl.LightningModule) -> None:
-    """Refuse before training what cannot be run in windows.
-
-    Raises:
-        TypeError: the ``training_step`` takes an iterator, or an optimizer calls it again.
-    """
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
-    if trainer.accumulate_grad_batches == 1 and not any(s.going_to_accumulate_grad_batches() for s in schedulers):
-        return
-    cure = "Write enable_chunk_mbs: false for ordinary accumulation."
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise TypeError(
-            f"training_step(dataloader_iter) draws its batches itself; windows need training_step(batch). {cure}"
-        )
-    if any(isinstance(getattr(o, "_optimizer", o), torch.optim.LBFGS) for o in trainer.optimizers):
-        raise TypeError(f"LBFGS runs its closure several times in a step; a window runs once. {cure}")

@@ -1,0 +1,185 @@
+"""Ranks whose loaders have different numbers of batches: none waits in a collective for one that has ended.
+
+[Note: what is compared, and when]
+Every pass over the model gathers parameters, in which all ranks take part, and Lightning itself has a collective before
+every batch. So all ranks need the same number of batches. Comparing that each time costs a round between hosts, so it
+is done where the number is not known beforehand only:
+
+- A loader with a length is compared once, when Lightning sets it up, and the batches of an epoch at its first one.
+- A loader without a length is looked at before each batch: one all-reduce of a number on the host. Lightning fetches a
+  batch ahead, so a rank knows at its last batch that it is the last. The epoch then ends on all ranks with this batch.
+
+Not seen is a loader that yields fewer batches than its length (or ``limit_train_batches``) says: the other ranks then
+fail after the timeout of their group.
+
+Touches the private parts of Lightning's loops, as ``window.py`` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+_CURE = (
+    "Give every rank as many batches: leave the sampler to Lightning, use drop_last=True, or write limit_train_batches "
+    "(limit_val_batches, …) as a number that every rank has."
+)
+
+
+class EvenData:
+    """Compares how many batches the ranks have, for one Trainer.
+
+    Args:
+        trainer: the Trainer.
+
+    Attributes:
+        rounds: all-reduces on the host so far, before batches of loaders without a length.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._unsized = False
+        self._epoch: int | None = None
+        self._group: dist.ProcessGroup | None = None
+        self.rounds = 0
+
+    # -- before an epoch ----------------------------------------------------------------------------------------------
+
+    def check_loader(self, loader: object) -> None:
+        """Compare a loader's length between ranks; all of them must call this.
+
+        Raises:
+            ValueError: it is empty on some ranks only, or has a length on some only; raised on every rank.
+        """
+        lengths = self._gathered(sized_len(loader))
+        self._unsized |= None in lengths
+        if None in lengths and set(lengths) != {None}:
+            raise ValueError(f"A loader has a length on all ranks or on none; by rank it is {lengths}. {_CURE}")
+        if 0 in lengths and set(lengths) != {0}:
+            raise ValueError(f"A loader is empty on some ranks only; its lengths by rank are {lengths}. {_CURE}")
+
+    def check_start(self) -> None:
+        """Refuse a fit whose loader yields nothing on some rank, where no length told so before.
+
+        Raises:
+            ValueError: raised on every rank.
+        """
+        fetcher = self._trainer.fit_loop._data_fetcher
+        empty = self._gathered(fetcher.done and self._unsized)
+        if any(empty):
+            ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
+            raise ValueError(
+                f"Training needs batches, and the loader without a length yields none on the ranks {ranks}. Look at "
+                f"what its dataset iterates over on these ranks. {_CURE}"
+            )
+
+    def check_evaluation(self) -> None:
+        """Compare the numbers of batches of an evaluation between ranks; all of them must call this.
+
+        Raises:
+            ValueError: they differ; raised on every rank.
+        """
+        everyone = self._gathered(self._trainer._active_loop.max_batches)
+        if any(others != everyone[0] for others in everyone):
+            raise ValueError(
+                f"In validation, test and prediction every batch gathers parameters on all ranks; the numbers of "
+                f"batches by rank are {everyone}. {_CURE}"
+            )
+
+    # -- before a batch -----------------------------------------------------------------------------------------------
+
+    def before_batch(self) -> None:
+        """Compare the epoch's batches before its first; without lengths, end the epoch on all ranks where one ends.
+
+        Raises:
+            ValueError: the epoch has another number of batches on other ranks; raised on every rank.
+        """
+        trainer = self._trainer
+        if trainer.world_size == 1:
+            return
+        if self._epoch != trainer.current_epoch:
+            self._epoch = trainer.current_epoch
+            self._check_batches()
+        if not self._unsized:
+            return
+        loop = trainer.fit_loop.epoch_loop
+        ends = loop._num_ready_batches_reached()
+        if self._some_rank(ends) and not ends:
+            loop.batch_progress.is_last_batch = True
+            self._warn(loop.batch_progress.current.ready)
+
+    def _warn(self, batches: int) -> None:
+        warnings.warn(
+            f"This rank's loader goes on after {batches} batches, and another rank's has ended: the epoch ends on all "
+            f"ranks here.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def before_evaluation_batch(self) -> None:
+        """With a loader without length: refuse an evaluation that ends here on some ranks only.
+
+        Raises:
+            ValueError: raised on every rank.
+        """
+        if not self._unsized or self._trainer.world_size == 1:
+            return
+        ends = bool(self._trainer._active_loop.batch_progress.is_last_batch)
+        if self._some_rank(ends) and self._some_rank(not ends):
+            raise ValueError(f"An evaluation has as many batches on all ranks, and ends on some of them now. {_CURE}")
+
+    def _check_batches(self) -> None:
+        everyone = self._gathered(self._trainer.num_training_batches)
+        if len(set(everyone)) > 1:
+            raise ValueError(
+                f"Every step gathers parameters on all ranks, so an epoch has as many batches on each; by rank it has "
+                f"{everyone}. {_CURE}"
+            )
+
+    # -- what ranks say -----------------------------------------------------------------------------------------------
+
+    def _gathered(self, own: Any) -> list[Any]:
+        if self._trainer.world_size == 1:
+            return [own]
+        everyone: list[Any] = [None] * self._trainer.world_size
+        dist.all_gather_object(everyone, own)
+        return everyone
+
+    def _some_rank(self, fact: bool) -> bool:
+        if self._group is None:  # between hosts, so that no device has to be waited for
+            self._group = dist.new_group(backend="gloo")
+        self.rounds += 1
+        value = torch.tensor(int(fact))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(value)
+
+
+class ComparesData(ModelParallelStrategy):
+    """Asks :class:`EvenData` wherever Lightning tells a strategy about loaders and batches."""
+
+    even_data: EvenData  # of the current run; set up before Lightning asks for loaders
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse a loader of which only some ranks have batches."""
+        self.even_data.check_loader(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Refuse a loader without length that yields nothing on some rank."""
+        self.even_data.check_start()
+
+    def on_validation_start(self) -> None:
+        """Refuse other numbers of batches on other ranks."""
+        self.even_data.check_evaluation()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse, or end, an epoch that has ended on another rank."""
+        super().on_train_batch_start(batch, batch_idx)
+        self.even_data.before_batch()
