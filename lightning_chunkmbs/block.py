@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from .host_functions import load
 from .host_tensor import HostTensor, Put
 from .joining import OutputJoin
 from .offload import ActivationStore
+from .profiling import chunk_range
 from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices, StepCounter
@@ -47,6 +48,8 @@ from .ties import knots_for, tie
 from .trees import map_tree, tree_leaves
 
 _SETTINGS = "_chunkmbs_settings"
+
+Named = Callable[..., AbstractContextManager[Any]]  # called with whether a chunk is run again
 
 
 def _run_here(fn: Callable[[], Any]) -> Any:
@@ -178,6 +181,7 @@ def run_block(
     cuts = [_cut(settings, call) for call in calls]
     if torch.is_grad_enabled():
         settings.counter.add("blocks")
+        settings.counter.add("calls", len(calls))
         settings.counter.add("chunks", sum(cut.chunks for cut in cuts))
 
     joins = [OutputJoin(settings.name, cut.sizes, cut.dim, settings.cuts, settings.stream) for cut in cuts]
@@ -254,17 +258,19 @@ def _run_chunks(
 ) -> list[list[tuple[Any, Recorded]]]:
     """Run all chunks, last to first (see [Note: reverse order]), and return their results first to last."""
     results: list[list[Any]] = [[None] * cut.chunks for cut in cuts]
+    n = left = sum(cut.chunks for cut in cuts)
     for k, (call, cut, join) in reversed(list(enumerate(zip(calls, cuts, joins, strict=True)))):
         for i in reversed(range(cut.chunks)):
-            kept = settings.last and k == i == 0
-            output, recorded = call.run(partial(taking_off, partial(_run_chunk, settings, cut, i, keep=kept)))
+            kept, left = settings.last and k == i == 0, left - 1
+            named = partial(chunk_range, settings.name, left, n)
+            output, recorded = call.run(partial(taking_off, partial(_run_chunk, settings, cut, i, named, keep=kept)))
             results[k][i] = join.place(i, tied(output)), recorded
     return results
 
 
-def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool) -> Any:
+def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, named: Named, *, keep: bool) -> Any:
     values = cut.chunk(i)
-    run = Run(partial(_forward, settings, cut.template, i), settings.buffers, partial(_warn_written, settings))
+    run = Run(partial(_forward, settings, cut.template, i, named), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
     contexts = _contexts(settings)
@@ -294,11 +300,14 @@ def _contexts(settings: BlockSettings) -> Contexts:
     return partial(save.contexts, settings.name, partial(store.put, beside=True), store.take)
 
 
-def _forward(settings: BlockSettings, template: Template, i: int, values: Sequence[Tensor], again: bool) -> Any:
-    # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
-    values = settings.dtypes.cast_call([load(value, forward=not again) for value in values])
-    args, kwargs = fill(template, values, i)
-    output = settings.dtypes.cast_output(settings.forward(*args, **kwargs))
+def _forward(
+    settings: BlockSettings, template: Template, i: int, named: Named, values: Sequence[Tensor], again: bool
+) -> Any:
+    with named(again=again):
+        # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
+        values = settings.dtypes.cast_call([load(value, forward=not again) for value in values])
+        args, kwargs = fill(template, values, i)
+        output = settings.dtypes.cast_output(settings.forward(*args, **kwargs))
     if settings.save_ops is None or again:
         return output
     save = settings.save_ops
