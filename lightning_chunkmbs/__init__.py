@@ -1,6 +1,7 @@
 """ChunkMBS: FSDP2 under PyTorch Lightning with one gather per block and pass for all micro-chunks of a step."""
 
 from .mixin import ChunkMBSMixin
+from .monitor import ChunkMBSMonitor
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .report import StepReport
 from .strategy import ChunkMBSStrategy
@@ -8,6 +9,7 @@ from .strategy import ChunkMBSStrategy
 __all__ = [
     "ActivationOffloadPlan",
     "ChunkMBSMixin",
+    "ChunkMBSMonitor",
     "ChunkMBSPlan",
     "ChunkMBSStrategy",
     "FSDPPlan",
