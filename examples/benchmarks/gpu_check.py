@@ -2,7 +2,7 @@
 
 One process, one device, sizes of a large model's layers; four to five minutes on one H200::
 
-    python examples/benchmarks/gpu_check.py --json examples/benchmarks/results/gpu_check.json
+    python -m examples.benchmarks.gpu_check --json examples/benchmarks/results/gpu_check.json
 
 ``--device cpu --hidden 64 --tokens 32 --blocks 2`` runs the same code without one, where the times say nothing.
 """
@@ -27,42 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from examples.benchmarks.common import BLOCKS, Network
 from lightning_chunkmbs import ActivationOffloadPlan, ChunkMBSPlan, ChunkMBSStrategy, streams
 
 VOCABULARY = 1024
-BLOCKS = "net.blocks.{*}"
-
-
-class Block(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Network(nn.Module):
-    """Embedding, blocks, head."""
-
-    def __init__(self, hidden: int, blocks: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
-        self.head = nn.Linear(hidden, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Module(pl.LightningModule):
@@ -71,7 +39,7 @@ class Module(pl.LightningModule):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = Network(options.hidden, options.blocks)
+        self.net = Network(options.hidden, options.blocks, VOCABULARY)
         self.times: list[float] = []
         self.keep_gradients = False
         self.gradients: dict[str, Tensor] = {}
