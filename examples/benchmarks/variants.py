@@ -230,8 +230,11 @@ def is_activation(options: argparse.Namespace) -> Callable[[Tensor], bool]:
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add what all variants need to a command's options, read them, and keep to one thread per process."""
-    parser.add_argument("--hidden", type=int, default=512, help="width, a multiple of 64")
+    """Add what all variants need to a command's options, read them, and keep to one thread per process.
+
+    The command sets its own defaults of ``hidden`` and ``minutes``.
+    """
+    parser.add_argument("--hidden", type=int, help="width, a multiple of 64")
     parser.add_argument("--tokens", type=int, default=97, help="tokens of a sample; no parameter has such a size")
     parser.add_argument("--minutes", type=float, help="time to spend; what has begun is brought to its end")
     options = parser.parse_args()
