@@ -120,7 +120,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options, Path(folder))
-    overhead = {str(steps): added_microseconds(blocks=8, steps=steps, rounds=10)[1] for steps in (1, 4, 16)}
+    overhead = {str(steps): added_microseconds(blocks=32, steps=steps, rounds=10)[1] for steps in (1, 4, 16)}
     results = {"steps": rows, "scheduler_us_per_call": overhead}
     write(options.out, vars(options), results, tables(rows, overhead), lambda plot: draw(rows, plot))
 
