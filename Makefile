@@ -17,7 +17,10 @@ PINS  := $(VENV)/constraints.txt
 # Another torch brings its own versions of what it requires; our pins of these would contradict it.
 TORCH_OWN := sympy|mpmath|networkx|setuptools|triton|nvidia-[^=]*|cuda-[^=]*
 
-.PHONY: help train compare test fuzz lint env clean
+# `slow_link` shapes the network between processes and brings its own command.
+BENCHMARKS := accumulation memory scaling $(if $(wildcard examples/benchmarks/slow_link/run.py),slow_link)
+
+.PHONY: help train compare bench test fuzz lint env clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,7 +29,10 @@ train: $(STAMP) ## install, then train the quickstart model on two CPU processes
 	$(VENV)/bin/python -m lightning_chunkmbs fit --config configs/quickstart_cpu.yaml $(ARGS)
 
 compare: $(STAMP) ## install, then print step times of stock accumulation beside ours
-	$(VENV)/bin/python examples/benchmarks/accumulation/run.py --n 1 2 4 8 --rounds 3 --steps 1 $(ARGS)
+	$(VENV)/bin/python -m examples.benchmarks.accumulation.run --n 1 2 4 8 --minutes 3 --out outputs/compare $(ARGS)
+
+bench: $(STAMP) ## install, then run all benchmarks (20 minutes) and write their results
+	for name in $(BENCHMARKS); do $(VENV)/bin/python -m examples.benchmarks.$$name.run || exit 1; done
 
 test: $(STAMP) ## install, then run all tests
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -2,6 +2,7 @@
 
 from .averaging import ShardedWeightAveraging
 from .mixin import ChunkMBSMixin
+from .monitor import ChunkMBSMonitor
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .report import StepReport
 from .strategy import ChunkMBSStrategy
@@ -9,6 +10,7 @@ from .strategy import ChunkMBSStrategy
 __all__ = [
     "ActivationOffloadPlan",
     "ChunkMBSMixin",
+    "ChunkMBSMonitor",
     "ChunkMBSPlan",
     "ChunkMBSStrategy",
     "FSDPPlan",

@@ -108,6 +108,7 @@ def run_block(
     chunks = settings.gather(block, body, tensors + knots_for(block, tensors))
     if torch.is_grad_enabled():
         settings.counter.add("blocks")
+        settings.counter.add("calls", len(calls))
         settings.counter.add("chunks", sum(map(len, chunks)))
     outputs = []
     for call, join, results in zip(calls, joins, chunks, strict=True):

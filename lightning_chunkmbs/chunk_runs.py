@@ -8,7 +8,7 @@ gradients add up in the order of sequential accumulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +25,15 @@ from .host_tensor import HostTensor, Put
 from .joining import OutputJoin
 from .offload import ActivationStore, dense
 from .out_of_memory import Chunks, Fitting, smaller_chunks
+from .profiling import chunk_range
 from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, taking_off
 from .report import Notices, StepCounter
 from .selective import SaveOps
 from .stored_activation import version
 from .trees import map_tree
+
+Named = Callable[..., AbstractContextManager[Any]]  # called with whether a chunk is run again
 
 
 def _run_here(fn: Callable[[], Any]) -> Any:
@@ -135,19 +138,21 @@ def _run_chunks(
 ) -> _Results:
     """Run all chunks, last to first (see [Note: reverse order]), and return their results first to last."""
     results: list[list[Any]] = [[None] * len(c.parts) for c in chunks]
+    n = left = sum(len(c.parts) for c in chunks)
     for k, (call, join) in reversed(list(enumerate(zip(calls, joins, strict=True)))):
         alone = len(chunks[k].parts) == 1
         for i, (cut, part) in reversed(list(enumerate(chunks[k].parts))):
-            kept = settings.last and k == i == 0
-            run = partial(_run_chunk, settings, cut, part, keep=kept, alone=alone)
+            kept, left = settings.last and k == i == 0, left - 1
+            named = partial(chunk_range, settings.name, left, n)
+            run = partial(_run_chunk, settings, cut, part, named, keep=kept, alone=alone)
             output, recorded = call.run(partial(taking_off, run))
             results[k][i] = join.place(i, tied(output)), recorded
     return results
 
 
-def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, *, keep: bool, alone: bool) -> Any:
+def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, named: Named, *, keep: bool, alone: bool) -> Any:
     values = cut.chunk(i)
-    run = Run(partial(_forward, settings, cut.template, i), settings.buffers, partial(_warn_written, settings))
+    run = Run(partial(_forward, settings, cut.template, i, named), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
     contexts = _contexts(settings)
@@ -181,11 +186,14 @@ def _contexts(settings: BlockSettings) -> Contexts:
     return partial(save.contexts, settings.name, partial(store.put, beside=True), store.take)
 
 
-def _forward(settings: BlockSettings, template: Template, i: int, values: Sequence[Tensor], again: bool) -> Any:
-    # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
-    values = settings.dtypes.cast_call([load(value, forward=not again) for value in values])
-    args, kwargs = fill(template, values, i)
-    output = settings.dtypes.cast_output(settings.forward(*args, **kwargs))
+def _forward(
+    settings: BlockSettings, template: Template, i: int, named: Named, values: Sequence[Tensor], again: bool
+) -> Any:
+    with named(again=again):
+        # What waits on the host comes here and not before, so that recomputation needs nothing of it on the device.
+        values = settings.dtypes.cast_call([load(value, forward=not again) for value in values])
+        args, kwargs = fill(template, values, i)
+        output = settings.dtypes.cast_output(settings.forward(*args, **kwargs))
     if settings.save_ops is None or again:
         return output
     save = settings.save_ops

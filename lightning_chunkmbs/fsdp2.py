@@ -5,7 +5,8 @@ Each is reached through a function here, which says so when a torch version lack
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from .counted import Counted, CountedGather
 from .dtypes import accumulate_in_fp32
 from .report import StepCounter
 
@@ -23,28 +25,6 @@ _PARTS = (
     "_register_pre_backward_hook",
     "_root_post_backward_final_callback",
 )
-
-
-class _Collective(Protocol):
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class _Counted:
-    """A collective of FSDP2 that counts its calls."""
-
-    def __init__(self, collective: _Collective, name: str, counter: StepCounter) -> None:
-        self._collective = collective
-        self._name = name
-        self._counter = counter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._collective, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._counter.add(self._name)
-        return self._collective(*args, **kwargs)
 
 
 def fsdp_module(module: nn.Module) -> FSDPModule:
@@ -160,14 +140,26 @@ def keep_casts(module: nn.Module) -> None:
 
 
 def count_collectives(module: nn.Module, counter: StepCounter) -> None:
-    """Count the collectives of a sharded module where they are issued."""
+    """Count the collectives of a sharded module where they are issued, and time them where they are waited for."""
     groups = param_groups(module)
-    if len(groups) != 1 or isinstance(groups[0]._all_gather_comm, _Counted):
+    if len(groups) != 1 or isinstance(groups[0]._all_gather_comm, Counted):
         return
-    gather = _Counted(groups[0]._all_gather_comm, "all_gathers", counter)
-    scatter = _Counted(groups[0]._reduce_scatter_comm, "reduce_scatters", counter)
+    group = groups[0]
+    if not hasattr(type(group), "wait_for_unshard"):
+        raise RuntimeError(
+            f"FSDP2's group has no wait_for_unshard in torch {torch.__version__}, where gathers are waited for. This "
+            f"package is written for torch 2.11 to 2.14; install one of these."
+        )
+    gather = CountedGather(group._all_gather_comm, counter)
+    scatter = Counted(group._reduce_scatter_comm, "reduce_scatters", "reduced_bytes", "input_tensor", counter)
     fsdp_module(module).set_custom_all_gather(gather)  # type: ignore[arg-type]
     fsdp_module(module).set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+    group.wait_for_unshard = functools.partial(_wait_for_unshard, group, gather)
+
+
+def _wait_for_unshard(group: Any, gather: CountedGather) -> None:
+    gather.waits()
+    type(group).wait_for_unshard(group)
 
 
 def gathered_params(module: nn.Module) -> list[Any]:

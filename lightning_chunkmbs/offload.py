@@ -8,6 +8,7 @@ Copies run on two streams of their own, one out to the host and one back, beside
    than needed and at a moment that nobody can foresee.)
 3. A copy back waits for the copy out, and for the compute stream, which may still use the memory it writes to.
 4. The compute stream waits for a copy back when its tensor is taken, or when it is dropped without having been taken.
+Where it may have to stand still for a copy, the time is counted.
 The compute stream is looked up each time: backward may run on another thread with another stream.
 """
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -193,10 +196,11 @@ class ActivationStore:
 
     def _send(self, activation: StoredActivation, tensor: Tensor, wait: bool) -> None:
         lane = self._lane(activation.device)
-        while len(self._sources) > 1:  # one copy may still run while the next is queued
-            self._sources.popleft().release()
-        activation.buffer = buffer = self._buffers.get(activation.nbytes, lambda n: self._allocate(lane, n))
         compute = lane.streams.compute()
+        while len(self._sources) > 1:  # one copy may still run while the next is queued
+            self._release(self._sources.popleft(), compute)
+        activation.buffer = buffer = self._buffers.get(activation.nbytes, lambda n: self._allocate(lane, n))
+        self._counter.keep_most("host_bytes", self._buffers.in_use + self._buffers.idle)
         self._wait_for_compute(lane.out, compute)
         self._wait_for_buffer(lane, buffer)
         lane.out.copy(activation.host(), tensor)
@@ -205,8 +209,19 @@ class ActivationStore:
         self._counter.add("offloaded_bytes", activation.nbytes)
         self._sources.append(held)
         if wait:
-            held.release()
+            self._release(held, compute)
         self._release_done()
+
+    def _release(self, held: Held, compute: Stream) -> None:
+        with self._exposed(held.owner or compute):
+            held.release()
+
+    @contextmanager
+    def _exposed(self, stream: Stream) -> Iterator[None]:
+        """Count for how long what is done inside lets ``stream`` stand still."""
+        start = stream.mark()
+        yield
+        self._counter.add_later("exposed_copy_seconds", partial(stream.mark().seconds_since, start))
 
     def _wait_for_compute(self, stream: Stream, compute: Stream) -> None:
         stream.wait(compute.record())
@@ -244,7 +259,8 @@ class ActivationStore:
             self._drop_ahead()  # the order is not the one that was guessed
             loading = self._load(activation)
         activation.loading = None
-        self._wait_for_load(compute, loading)
+        with self._exposed(compute):
+            self._wait_for_load(compute, loading)
         assert loading.tensor is not None
         return loading.tensor
 

@@ -24,6 +24,13 @@ class Event(Protocol):
         """Keep the host until all work before this point has ended."""
 
 
+class Mark(Protocol):
+    """A moment in the work of a stream, to be compared with others on the same device."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Return how much later than ``earlier`` it was, below 0 if before; None while either is to come."""
+
+
 class Stream(Protocol):
     """A queue of work on a device; two objects for the same queue are equal."""
 
@@ -32,6 +39,9 @@ class Stream(Protocol):
 
     def wait(self, event: Any) -> None:
         """Let work queued from now on start after ``event``; the host does not wait."""
+
+    def mark(self) -> Mark:
+        """Return the moment at which the work queued so far ends."""
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Queue a copy of ``src`` into ``dst``, both dense and of one shape, stride and dtype."""
@@ -78,6 +88,18 @@ class _DeviceEvent:
         self.event.synchronize()
 
 
+class _DeviceMark:
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def seconds_since(self, earlier: _DeviceMark) -> float | None:
+        if not (earlier.event.query() and self.event.query()):
+            return None
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
 class _DeviceStream:
     __slots__ = ("_module", "_stream")
 
@@ -93,6 +115,9 @@ class _DeviceStream:
 
     def wait(self, event: _DeviceEvent) -> None:
         self._stream.wait_event(event.event)
+
+    def mark(self) -> _DeviceMark:
+        return _DeviceMark(self._stream.record_event(self._module.Event(enable_timing=True)))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         with self._module.stream(self._stream):
@@ -161,6 +186,13 @@ class _Done:
         pass
 
 
+class _Now:
+    """The moment of work that takes no time of its own: nobody ever waits for it."""
+
+    def seconds_since(self, earlier: _Now) -> float:
+        return 0.0
+
+
 class _HostStream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _HostStream)
@@ -170,6 +202,9 @@ class _HostStream:
 
     def wait(self, event: _Done) -> None:
         pass
+
+    def mark(self) -> _Now:
+        return _Now()
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src)

@@ -1,9 +1,9 @@
-"""What taking turns costs: microseconds that the scheduler adds to each visit of a block by a training step.
+"""What taking turns costs: microseconds that the scheduler adds to each call of a block by a training step.
 
 The same block calls, each for all steps at once, are run by the scheduler (steps in greenlets, their state switched)
 and by a plain loop. One process, no sharding, blocks too small to matter::
 
-    python examples/benchmarks/accumulation/overhead.py
+    python -m examples.benchmarks.scaling.overhead
 """
 
 from __future__ import annotations
@@ -68,20 +68,24 @@ def seconds(run: Callable[[list[nn.Module], list[Tensor]], None], blocks: list[n
     return time.perf_counter() - start
 
 
+def added_microseconds(blocks: int, steps: int, rounds: int = 20) -> tuple[float, float]:
+    """Return the microseconds of a step's call of a block in a loop, and what the scheduler adds to them."""
+    made, xs = make_blocks(blocks), [torch.ones(1, 4, requires_grad=True) for _ in range(steps)]
+    pairs = [(seconds(by_scheduler, made, xs), seconds(by_loop, made, xs)) for _ in range(rounds + 1)][1:]
+    calls = blocks * steps
+    loop = statistics.median(b for _, b in pairs) / calls * 1e6
+    return loop, statistics.median(a - b for a, b in pairs) / calls * 1e6
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    blocks, xs = make_blocks(options.blocks), [torch.ones(1, 4, requires_grad=True) for _ in range(options.steps)]
-    pairs = [(seconds(by_scheduler, blocks, xs), seconds(by_loop, blocks, xs)) for _ in range(options.rounds + 1)][1:]
-    visits = options.blocks * options.steps
-    loop = statistics.median(b for _, b in pairs) / visits * 1e6
-    added = statistics.median(a - b for a, b in pairs) / visits * 1e6
-    print(f"a visit of a block: {loop:.0f} µs in a loop, the scheduler adds {added:.0f} µs")
+    loop, added = added_microseconds(**vars(parser.parse_args()))
+    print(f"a step's call of a block: {loop:.0f} µs in a loop, the scheduler adds {added:.0f} µs")
 
 
 if __name__ == "__main__":
