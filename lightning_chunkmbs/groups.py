@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from .prefetch import Prefetch
 Agree = Callable[[list[int]], list[int]]
 
 
-def make_agree(mesh: DeviceMesh) -> Agree:
+def make_agree(mesh: DeviceMesh, timeout: timedelta | None = None) -> Agree:
     """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
     ranks = dist.get_process_group_ranks(mesh.get_group())
     # Several such groups exist beside tensor parallelism; each rank makes its own.
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
     def agree(numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers)
