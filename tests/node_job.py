@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ class Job:
     num_nodes: int = 2
     devices: int = 1
     replicas: int = 1
-    timeout: int = 60  # of the process group, in seconds
+    timeout: int = 200  # of the process group, in seconds
     hold: bool = False  # wait in the middle until there is a file "go"
 
     def __str__(self) -> str:
@@ -54,11 +55,7 @@ class OnNodes(Windowed):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.job.hold and (self.current_epoch, batch_idx) == HOLD_AT:
             self.sign("waiting")
-            end = time.monotonic() + 60
-            while not (self.out / "go").exists():
-                if time.monotonic() > end:
-                    raise RuntimeError("nobody said go")
-                time.sleep(0.02)
+            wait_for(self.out / "go")
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -88,6 +85,21 @@ class OnNodes(Windowed):
         }
 
 
+def wait_for(*files: Path) -> None:
+    end = time.monotonic() + 200
+    while not all(file.exists() for file in files):
+        if time.monotonic() > end:
+            raise RuntimeError(f"nobody made all of {[file.name for file in files]}")
+        time.sleep(0.02)
+
+
+def meet(out: Path) -> None:
+    """Wait until both nodes are here, since on a busy machine one may take longer to start than a short timeout."""
+    node = os.environ.get("NODE_RANK") or os.environ["GROUP_RANK"]
+    (out / f"started-{node}").touch()
+    wait_for(out / "started-0", out / "started-1")
+
+
 def main(job: Job) -> None:
     strategy = chunked(2, fsdp_plan={"replicate_size": job.replicas}, timeout=timedelta(seconds=job.timeout))
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -102,6 +114,7 @@ def main(job: Job) -> None:
         use_distributed_sampler=False,
         **dict.fromkeys(quiet, False),
     )
+    meet(Path(job.out))
     with count_collectives() as counted:
         module = OnNodes(job, counted)
         trainer.fit(module)

@@ -42,9 +42,10 @@ def test_a_small_run_counts_what_the_link_carried(tmp_path):
     (found,) = json.loads((tmp_path / "small.json").read_text())["rows"]
     assert 0.01 < found["all_gather_gbit"] < 0.06  # a burst passes at once
     sent = {name: result["sent_MB"] for name, result in found["variants"].items()}
-    # Groups: 3 blocks of 12 · 128² fp32 and what is outside of them; a node sends half of each.
+    # 3 blocks of 12 · 128² parameters in fp32, and what is outside of them. A node sends its half for a gather, and all
+    # for a reduce-scatter: gloo all-reduces for it.
     block, root = 12 * 128**2 * 4 / 2e6, 2 * 256 * 128 * 4 / 2e6
-    once = 3 * 3 * block + 2 * root
+    once = 3 * (2 * block + 2 * block) + root + 2 * root
     assert sent["lockstep"] == pytest.approx(once, rel=0.1)
     for name in ("one batch, cut", "cut by hand", "one big batch"):
         assert sent[name] == pytest.approx(once, rel=0.25)  # torch decides whether the root is gathered again
