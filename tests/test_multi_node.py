@@ -133,7 +133,7 @@ WRONG = {
     "address": (
         {"MASTER_ADDR": "10.77.0.9"},
         NOT_ALL.format(1, 2),
-        r"failed to connect to any network address of \(10.77.0.9, 29500\)",
+        r"(failed to connect to|timed out) .*\(10.77.0.9, 29500\)",
     ),
     "number of nodes": ({}, NOT_ALL.format("[12]", 3), r"Dist(Store|Network)Error"),
 }
