@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 Agree = Callable[[list[int]], list[int]]
 
 
-def make_agree(mesh: DeviceMesh) -> Agree:
+def make_agree(mesh: DeviceMesh, timeout: timedelta | None = None) -> Agree:
     """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
     ranks = dist.get_process_group_ranks(mesh.get_group())
     # Several such groups exist beside tensor parallelism; each rank makes its own.
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
     def agree(numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)

@@ -220,10 +220,10 @@ class AppliedModel:
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
         stacks = {name.rpartition(".")[0] for name in self.blocks}
         if self.meshes.data.size() > 1:
-            self._unused.agree = agree = make_agree(self.meshes.data)
+            self._unused.agree = agree = make_agree(self.meshes.data, self.meshes.timeout)
             self.agree = agree if len(stacks) > 1 else None
         if self.meshes.tensor.size() > 1:
-            self._same_batch = SameBatch(make_agree(self.meshes.tensor))
+            self._same_batch = SameBatch(make_agree(self.meshes.tensor, self.meshes.timeout))
         self._ready = True
 
     @contextmanager

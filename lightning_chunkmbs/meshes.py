@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,13 +21,22 @@ class Meshes:
     Attributes:
         whole: all devices, with the dimensions ``data_parallel`` and ``tensor_parallel``.
         shard: what ``fully_shard`` takes: ``data_parallel``, or ``replicate`` × ``shard``.
+        timeout: of collectives over parts of the ranks; None is torch's own.
     """
 
     whole: DeviceMesh
     shard: DeviceMesh
+    timeout: timedelta | None = field(default=None, compare=False)
 
     @classmethod
-    def make(cls, device_type: str, data: int | str, replicate: int, tensor: int | str) -> Meshes:
+    def make(
+        cls,
+        device_type: str,
+        data: int | str,
+        replicate: int,
+        tensor: int | str,
+        timeout: timedelta | None = None,
+    ) -> Meshes:
         """Return the mesh of all ranks, where ``"auto"`` data takes what the others leave; all ranks must call this.
 
         Raises:
@@ -36,11 +47,13 @@ class Meshes:
         data = max(dist.get_world_size() // tensor, 1) if data == "auto" else int(data)
         _check_sizes(dist.get_world_size(), data, replicate, tensor)
         whole = init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        _set_timeout(whole, timeout)
         if replicate == 1:
-            return cls(whole, whole[DATA])
+            return cls(whole, whole[DATA], timeout)
         # From below, since torch deprecates flattened dimensions in a mesh: samplers ask for "data_parallel".
         split = whole._unflatten(DATA, (replicate, data // replicate), (REPLICATE, SHARD))
-        return cls(whole, split[REPLICATE, SHARD])
+        _set_timeout(split, timeout)
+        return cls(whole, split[REPLICATE, SHARD], timeout)
 
     @property
     def data(self) -> DeviceMesh:
@@ -68,6 +81,18 @@ def check_tensor_parallel_size(size: object) -> None:
             f"tensor_parallel_size must be a number of ranks, 1 or more, but got {size!r}; write "
             f"tensor_parallel_size: 1 for none."
         )
+
+
+def _set_timeout(mesh: DeviceMesh, timeout: timedelta | None) -> None:
+    """Give the groups of parts of the ranks the timeout that the group of all has; torch gives them its default."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it the default stays
+    if timeout is None or set_timeout is None:
+        return
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:  # which may be the user's own
+            with warnings.catch_warnings():  # torch sets it for gloo and NCCL, and warns about others
+                warnings.simplefilter("ignore", UserWarning)
+                set_timeout(timeout, group)
 
 
 def _check_sizes(world_size: int, data: int, replicate: int, tensor: int) -> None:

@@ -168,7 +168,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
         # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         if self._device_mesh is None:
             sizes = (self._data_parallel_size, self._declared.fsdp_plan.replicate_size, self._tensor_parallel_size)
-            self._meshes = Meshes.make(self.root_device.type, *sizes)
+            self._meshes = Meshes.make(self.root_device.type, *sizes, timeout=self._timeout)
             self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
         self._failures = Failures()

@@ -1,5 +1,6 @@
 """Four processes in two dimensions: replicas of a sharded model, and tensor parallelism beside sharding."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,18 @@ def test_replicas_must_divide_the_data_parallel_size():
         assert error == "ValueError"
         assert "replicate_size must divide data_parallel_size" in message
         assert "it is 3, and data_parallel_size is 4" in message
+
+
+def one_rank_stays_away():
+    strategy = strategy_of("replicas", timeout=timedelta(seconds=3))
+    fit(Meshed(), own_data("replicas"), strategy)
+    for part in ("shard", "replicate"):
+        group = strategy._meshes.shard[part].get_group()
+        if dist.get_rank(group) == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
+                dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()  # the group of all ranks is the tests' own and keeps its timeout
+
+
+def test_collectives_within_a_replica_and_between_replicas_have_the_timeout_of_the_strategy():
+    run_on_ranks(WORLD, one_rank_stays_away)
