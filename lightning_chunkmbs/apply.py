@@ -79,7 +79,7 @@ class Plans:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Names:
+class Names:
     """Names of the modules that each plan covers, in definition order; groups inside blocks are ``nested``."""
 
     chunk: list[str]
@@ -111,7 +111,7 @@ class AppliedModel:
         self.counter = counter
         self._root = root
         self._notices = Notices()
-        names = _resolve(root, plans)
+        names = resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
         further = {name: modules[name] for name in (*names.further, *names.nested)}
@@ -155,7 +155,7 @@ class AppliedModel:
             name=name,
             forward=forward,
             names=parameters,
-            rule=_cut_rule(self.plans.chunkmbs_plan) if chunked else None,
+            rule=cut_rule(self.plans.chunkmbs_plan) if chunked else None,
             store=store,
             counter=self.counter,
             notices=self._notices,
@@ -170,7 +170,7 @@ class AppliedModel:
         )
         make_chunked(block, settings)
 
-    def _log(self, names: _Names) -> None:
+    def _log(self, names: Names) -> None:
         parts = [f"{len(found)} {kind} ({_brief(found)})" for kind, found in vars(names).items() if found]
         self._notices.log("applied", "ChunkMBS applied to modules: " + ", ".join(parts))
         if names.chunk and not names.offload:
@@ -260,7 +260,7 @@ class AppliedModel:
         self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
 
 
-def _cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
+def cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
     if plan is None:
         return None
     return CutRule(
@@ -274,7 +274,7 @@ def _cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
     )
 
 
-def _resolve(root: nn.Module, plans: Plans) -> _Names:
+def resolve(root: nn.Module, plans: Plans) -> Names:
     """Match the plans against the model and check that they cover each other."""
     names = [name for name, _ in root.named_modules() if name]
     children = [name for name, _ in root.named_children()]
@@ -298,7 +298,7 @@ def _resolve(root: nn.Module, plans: Plans) -> _Names:
     check_not_nested(recompute, plan="recompute_plan")
     nested = _nested(further, recompute)
     outside = [name for name in further if name not in nested]
-    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=outside, nested=nested)
+    return Names(chunk=chunk, recompute=recompute, offload=offload, further=outside, nested=nested)
 
 
 def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) -> None:

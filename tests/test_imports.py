@@ -14,12 +14,14 @@ from tests.ranks import ROOT
 PACKAGE = "lightning_chunkmbs"
 ROWS = [
     # the Lightning side
-    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "planner", "cli", "__main__"},
+    {"strategy", "declared", "window", "mixin", "precision", "monitor", "averaging", "plan_command", "cli", "__main__"},
+    {"plan_report"},
+    {"planner"},
     {"apply"},
     {"checks"},
     {"lockstep"},
     {"chains"},
-    {"guards", "step_attributes", "step_state"},
+    {"fake_step", "fake_optimizer", "guards", "step_attributes", "step_state"},
     {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
     {"nested", "prefetch"},
@@ -34,7 +36,7 @@ ROWS = [
     {"host_buffers"},
     {"streams"},
     {"arguments"},
-    {"packed"},
+    {"packed", "step_memory"},
     {
         "block_buffers",
         "caches",
@@ -46,6 +48,8 @@ ROWS = [
         "recorders",
         "report",
         "selective",
+        "step_time",
+        "storages",
         "trees",
     },
 ]
