@@ -111,6 +111,7 @@ class AppliedModel:
         self.counter = counter
         self._root = root
         self._notices = Notices()
+        refuse_auto(plans)
         names = resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
@@ -260,11 +261,22 @@ class AppliedModel:
         self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
 
 
+def refuse_auto(plans: Plans) -> None:
+    """Refuse to train with a number of samples that was left to the planner."""
+    if plans.enable_chunk_mbs and plans.chunkmbs_plan is not None and plans.chunkmbs_plan.chunk_mbs == "auto":
+        raise ValueError(
+            "Training needs chunk_mbs as a number, and chunkmbs_plan has chunk_mbs: auto. `python -m "
+            "lightning_chunkmbs plan --config FILE --devices N --device_memory 80GiB` says how many samples fit; write "
+            "that, or chunk_mbs: 1."
+        )
+
+
 def cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
+    """Return how blocks of a plan are cut; ``auto`` stands for one sample here."""
     if plan is None:
         return None
     return CutRule(
-        chunk_mbs=plan.chunk_mbs,
+        chunk_mbs=1 if plan.chunk_mbs == "auto" else plan.chunk_mbs,
         batch_dim=plan.batch_dim,
         arg_indexs=tuple(plan.chunk_arg_indexs),
         kwarg_names=tuple(plan.chunk_kwarg_names),

@@ -23,6 +23,7 @@ from .arguments import CutCall, CutRule, cut_call, fill
 from .block import own_forward
 from .caches import drop_cache
 from .dtypes import Dtypes, accumulate_in_fp32
+from .recorders import Recorded, put_back, taking_off
 from .report import Notices
 from .storages import StorageCounter
 from .trees import map_tree, tree_leaves
@@ -95,7 +96,9 @@ class FakeStep:
     rule: CutRule | None
     mode: FakeTensorMode
     context: Callable[[], AbstractContextManager[Any]]
-    outside: OutsideCost = field(default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, gradients=0, front=0, flops=0))
+    outside: OutsideCost = field(
+        default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, gradients=0, front=0, flops=0)
+    )
     calls: list[_Call] = field(default_factory=list)
     batch_size: int = 1
     _costs: dict[Any, ChunkCost] = field(default_factory=dict)
@@ -187,6 +190,7 @@ class _Run:
         self._held = -1
         self._returned = 0
         self._entries: list[Tensor] = []
+        self._results: dict[Any, tuple[Any, Recorded]] = {}
 
     def step(self, step: Callable[[Any], Any], batch: Any) -> OutsideCost:
         counter = self._counter
@@ -226,7 +230,13 @@ class _Run:
             yield
 
     def _stand_in(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], names: tuple[str, ...], *args: Any, **kwargs: Any
+        self,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        names: tuple[str, ...],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         args, kwargs = drop_cache(name, names, args, kwargs, self._notices)
         with self._counter.paused():
@@ -234,15 +244,14 @@ class _Run:
             if cut.sizes:
                 self._fake.batch_size = sum(cut.sizes)
             entry = 0 if cut.entry is None else sum(piece.nbytes for piece in cut.pieces[cut.entry])
-            with torch.no_grad():
-                real = forward(*args, **kwargs)
+            real, recorded = self._result_of(block, partial(forward, *args, **kwargs), (args, kwargs))
+            put_back({key: [_blank(value) for value in values] for key, values in recorded.items()})
         if self._held < 0:
             self._held = self._counter.live - entry
         tensors = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._entries += tensors
         trained = bool(tensors) or any(p.requires_grad for p in block.parameters())
         output = map_tree(lambda x, _: _stand_in_for(x, trained), real)
-        del real
         out = sum(leaf.nbytes for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         with self._counter.paused():
             kept = map_tree(lambda x, _: _blank(x) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -250,6 +259,14 @@ class _Run:
         self._returned = self._counter.live
         self._counter.mark()
         return output
+
+    def _result_of(self, block: nn.Module, run: Callable[[], Any], arguments: Any) -> tuple[Any, Recorded]:
+        """What a call returns, and what it records: run once for each kind of block, since only shapes count."""
+        key = _kind(block), _shapes(arguments)
+        if key not in self._results:
+            with torch.no_grad():
+                self._results[key] = taking_off(run)
+        return self._results[key]
 
 
 def _restore(block: nn.Module, patched: Any) -> None:

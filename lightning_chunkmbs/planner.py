@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .apply import Names, Plans, cut_rule, resolve
+from .apply import Plans, cut_rule, resolve
 from .dtypes import Dtypes
 from .fake_optimizer import OptimizerBytes, measure_optimizer
 from .fake_step import FakeStep, run_fake_step
 from .plans import FSDPPlan
-from .step_memory import BlockBytes, GroupBytes, Outside, StepBytes, StepMemory, group_bytes
+from .step_memory import BlockBytes, Outside, StepBytes, StepMemory, group_bytes
 from .step_time import BlockWork, StepTime, predict
 from .trees import tree_leaves
 
@@ -120,7 +119,9 @@ class Planner:
         kept = [p for p in module.parameters() if id(p) not in inside]
         self._kept = group_bytes(kept, ranks, dtypes)
         shards = {name: dtypes.shards or p.dtype for name, p in module.named_parameters()}
-        self.micro_batches = min(micro_batches, (plans.chunkmbs_plan and plans.chunkmbs_plan.max_lockstep) or micro_batches)
+        self.micro_batches = min(
+            micro_batches, (plans.chunkmbs_plan and plans.chunkmbs_plan.max_lockstep) or micro_batches
+        )
         self.passes = -(-micro_batches // self.micro_batches)
         self.fake: FakeStep = run_fake_step(
             module,
@@ -139,8 +140,13 @@ class Planner:
 
     def bytes(self, chunk_mbs: int) -> StepBytes:
         """Return what a rank needs with ``chunk_mbs`` samples per chunk."""
-        outside, fsdp, offload = self.fake.outside, self._plans.fsdp_plan or FSDPPlan(), self._plans.activation_offload_plan
+        outside, fsdp, offload = (
+            self.fake.outside,
+            self._plans.fsdp_plan or FSDPPlan(),
+            self._plans.activation_offload_plan,
+        )
         limit = offload.host_memory_gb if offload else None
+        called = {call.name for call in self.fake.calls}
         memory = StepMemory(
             blocks=list(self._blocks(chunk_mbs)),
             kept=self._kept,
@@ -155,6 +161,7 @@ class Planner:
             micro_batches=self.micro_batches,
             optimizer=self.optimizer.state,
             optimizer_step=self.optimizer.step,
+            idle_shards=sum(g.shards for name, g in self._groups.items() if name not in called),
             ahead=fsdp.forward_prefetch,
             streams=bool(offload and offload.stream_hidden_states),
             host_limit=None if limit is None else int(limit * 1e9),

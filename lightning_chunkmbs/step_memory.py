@@ -146,6 +146,7 @@ class StepMemory:
         micro_batches: how many run side by side.
         optimizer: bytes of the optimizer's state.
         optimizer_step: bytes that it needs beside while it steps.
+        idle_shards: shards of blocks that the step does not call.
         ahead: how many blocks are gathered ahead.
         streams: hidden states wait on the host between blocks.
         host_limit: most bytes of activations on the host; None: no limit.
@@ -158,6 +159,7 @@ class StepMemory:
     micro_batches: int
     optimizer: int
     optimizer_step: int
+    idle_shards: int = 0
     ahead: int = 1
     streams: bool = False
     host_limit: int | None = None
@@ -194,7 +196,7 @@ class StepMemory:
 
     @property
     def _shards(self) -> int:
-        return self.kept.shards + sum({id(b.group): b.group.shards for b in self.blocks}.values())
+        return self.idle_shards + self.kept.shards + sum({id(b.group): b.group.shards for b in self.blocks}.values())
 
     @property
     def _all_gradients(self) -> int:
@@ -249,7 +251,15 @@ class StepMemory:
         chunk = max(0, block.forward - block.exit // block.chunks)
         old = self._all_gradients if self.micro_batches == 1 else 0  # cleared when the window begins, or after forward
         group = block.group.gathered + block.group.buffer + ahead
-        return self._always + self._sharded(old) + self._side + group + self._flying_forward(block) + self._staying(i) + chunk
+        return (
+            self._always
+            + self._sharded(old)
+            + self._side
+            + group
+            + self._flying_forward(block)
+            + self._staying(i)
+            + chunk
+        )
 
     def _outside(self) -> int:
         last, n = self.blocks[-1], self.micro_batches
@@ -272,9 +282,14 @@ class StepMemory:
         """The group of block ``i``, or for -1 the root's."""
         made = self._sharded(self._reduced_after(i))
         if i >= 0:
-            group, rest = self.blocks[i].group, self._side + self.outside.gradients + self._flying_backward(self.blocks[i])
+            group, rest = (
+                self.blocks[i].group,
+                self._side + self.outside.gradients + self._flying_backward(self.blocks[i]),
+            )
             ahead = sum(b.group.buffer for b in self.blocks[max(0, i - self.ahead) : i])
             return self._always + made + rest + ahead + group.gradients + group.reduced
         first = self.blocks[0].group.reduced
         embedding = self._side + self.kept.gradients + self.outside.front + self.micro_batches * self.blocks[0].entry
-        return self._always + made + max(embedding + first, self.kept.gradients + self.kept.reduced + self.kept.gathered)
+        return (
+            self._always + made + max(embedding + first, self.kept.gradients + self.kept.reduced + self.kept.gathered)
+        )

@@ -1,8 +1,8 @@
 """Time of an optimizer step by arithmetic: stock gradient accumulation, and the same samples under ChunkMBS.
 
 [Note: how time adds up]
-What gathers and reduces is the link of a rank; what computes is the device. With ``overlap`` a block takes the longer of
-both, since one group is gathered ahead while another computes; without (gloo on a CPU, whose processes compute and
+What gathers and reduces is the link of a rank; what computes is the device. With ``overlap`` a block takes the longer
+of both, since one group is gathered ahead while another computes; without (gloo on a CPU, whose processes compute and
 communicate with the same cores) it takes the sum. Stock gathers each block for forward and for backward of every
 micro-batch and reduces it in every micro-batch; ChunkMBS does each once per pass. Backward computes three forwards:
 recomputation, gradients of inputs and gradients of parameters.

@@ -52,7 +52,7 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return _one(args[0].dtype)
-        result = func(*args, **(kwargs or {}))
+        result = _run(func, args, kwargs or {})
         if not self._paused:
             self.flops += _flops(func._overloadpacket, result, args, kwargs or {})
             for tensor in tree_leaves(result):
@@ -75,6 +75,14 @@ class StorageCounter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    # The shapes of this one are known for bfloat16 only, while its kernel on the CPU takes other dtypes too.
+    matrices = [matrix.to(torch.bfloat16) for matrix in args[:2]]
+    return func(*matrices, *args[2:], **kwargs).to(args[0].dtype)
+
+
 def _one(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return True
@@ -95,7 +103,7 @@ def _flops(packet: Any, result: Any, args: Any, kwargs: Any) -> int:
 
 
 def _grouped_flops(args: Any, name: str) -> int:
-    """Each row of ``[rows, k]`` meets one ``[k, n]`` of ``[groups, k, n]``; the gradient of the latter costs the same."""
+    """Each row of ``[rows, k]`` meets one ``[k, n]`` of ``[groups, k, n]``; that one's gradient costs the same."""
     left, right = args[:2]
     return 2 * left.numel() * right.shape[-1] * (2 if name.endswith("backward") else 1)
 

@@ -222,7 +222,6 @@ def test_plans_are_frozen_and_keyword_only() -> None:
         ({"chunk_mbs": 1.0}, TypeError, r"chunk_mbs .* must be an integer, but got 1.0 \(float\); write 1 or more"),
         ({"chunk_mbs": True}, TypeError, r"must be an integer, but got True \(bool\)"),
         ({"chunk_mbs": "2"}, TypeError, r"must be an integer, but got '2' \(str\)"),
-        ({"chunk_mbs": "auto"}, ValueError, r"chunk_mbs: 'auto' is not supported yet; give a number"),
         ({"batch_dim": -1}, ValueError, r"batch_dim must be at least 0, but got -1; write 0 or more"),
         ({"batch_dim": "0"}, TypeError, r"batch_dim must be an integer, but got '0' \(str\)"),
         ({"chunk_arg_indexs": [0, -1]}, ValueError, r"A position in .*chunk_arg_indexs must be at least 0, but got -1"),
