@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from .arguments import CutCall, CutRule, cut_call, fill
 from .block import own_forward
 from .caches import drop_cache
-from .dtypes import Dtypes, accumulate_in_fp32
+from .dtypes import Dtypes
+from .fake_tensors import make_fake
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices
 from .storages import StorageCounter
@@ -149,35 +150,13 @@ def run_fake_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = FakeStep(blocks, frozenset(chunked), rule, mode, context)
     with mode:
-        _make_fake(module, dtypes)
+        make_fake(module, dtypes)
         with StorageCounter() as counter:
             batch = map_tree(lambda x, _: _blank(x) if isinstance(x, Tensor) else x, batch)
             fake.outside = _Run(fake, counter, module).step(step, batch)
     if not fake.calls:
         raise RuntimeError("The step called none of the blocks, so there is nothing to plan for.")
     return fake
-
-
-def _make_fake(module: nn.Module, dtypes: Dtypes) -> None:
-    """Replace parameters and buffers by fake tensors on the CPU; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
-    for inner in module.modules():
-        slots: list[dict[str, Any]] = [inner._parameters, inner._buffers]
-        for named in slots:
-            for name, tensor in named.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _fake(tensor, dtypes)
-                    named[name] = made[id(tensor)]
-
-
-def _fake(tensor: Tensor, dtypes: Dtypes) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    dtype = dtypes.computed if tensor.is_floating_point() and dtypes.computed else tensor.dtype
-    parameter = nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor.requires_grad)
-    accumulate_in_fp32(parameter)
-    return parameter
 
 
 class _Run:

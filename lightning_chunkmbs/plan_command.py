@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -63,9 +64,11 @@ class _PlanCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         config = self.config.clone()
         model = Namespace(model=config.pop("model"))
-        self.config_init = self.parser.instantiate_classes(config)
+        # Newer versions of jsonargparse call it by a shorter name.
+        instantiate = getattr(self.parser, "instantiate", None) or self.parser.instantiate_classes
+        self.config_init = instantiate(config)
         with torch.device("meta"):
-            self.model = self.parser.instantiate_classes(model)["model"]
+            self.model = instantiate(model)["model"]
         self.datamodule = self.config_init["data"]
         self._add_configure_optimizers_method_to_model(self.subcommand)
         self.trainer = self.instantiate_trainer(accelerator="cpu", devices=1, num_nodes=1, logger=False)
@@ -77,7 +80,15 @@ def main(args: Sequence[str]) -> None:
     Raises:
         ValueError: the configuration has another strategy, or says nothing of a batch.
     """
-    options, rest = _options().parse_known_args(list(args))
+    with warnings.catch_warnings():
+        # Without a Trainer nothing is logged, and arguments come from here in any case.
+        warnings.filterwarnings("ignore", message=".*self.log.*reference is not registered")
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        print(_planned(list(args)))
+
+
+def _planned(args: list[str]) -> str:
+    options, rest = _options().parse_known_args(args)
     cli = _PlanCLI(
         LightningModule,
         LightningDataModule,
@@ -103,9 +114,8 @@ def main(args: Sequence[str]) -> None:
     planner, wanted = planner_for(cli.model, cli.datamodule, cli.trainer, options, foreach=not on_cpu)
     planned = planner.plan(hardware, wanted)
     if options.json:
-        print(json.dumps(report(planner, planned, hardware), indent=2))
-    else:
-        print(table(planner, planned, hardware))
+        return json.dumps(report(planner, planned, hardware), indent=2)
+    return table(planner, planned, hardware)
 
 
 def planner_for(

@@ -36,7 +36,7 @@ ROWS = [
     {"host_buffers"},
     {"streams"},
     {"arguments"},
-    {"packed", "step_memory"},
+    {"fake_tensors", "packed", "step_memory"},
     {
         "block_buffers",
         "caches",
