@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .agree import Agree, make_agree
-from .arguments import CutRule
 from .block import block_settings, make_chunked, own_forward
 from .block_buffers import BlockBuffers
 from .checks import check_coupling, check_structure
 from .chunk_runs import BlockSettings
 from .chunked_tensor import Cuts
 from .compiled import CompiledForwards
+from .coverage import Names, Plans, brief, cut_rule, refuse_auto, resolve
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import gather_around, shard
@@ -27,8 +26,7 @@ from .materialize import convert, materialize, move
 from .meshes import Meshes
 from .offload import ActivationStore, StoreSettings
 from .out_of_memory import explained_in_backward
-from .patterns import check_not_nested, match_modules
-from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
+from .plans import FSDPPlan
 from .prefetch import Prefetch
 from .replicated import ReplicatedParameters
 from .report import Notices, StepCounter
@@ -36,63 +34,6 @@ from .same_batch import SameBatch
 from .selective import SaveOps, find_ops
 from .sharding import ShardedModel
 from .unused import Unused
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plans:
-    """What is asked for: the plans, and which of them are switched on.
-
-    Raises:
-        ValueError: the plans contradict each other, or none names a block.
-    """
-
-    recompute: bool = True
-    recompute_plan: RecomputePlan | None = None
-    enable_activation_offload: bool = True
-    activation_offload_plan: ActivationOffloadPlan | None = None
-    enable_chunk_mbs: bool = True
-    chunkmbs_plan: ChunkMBSPlan | None = None
-    fsdp_plan: FSDPPlan | None = None
-
-    def __post_init__(self) -> None:
-        if self.enable_chunk_mbs and not self.recompute:
-            raise ValueError(
-                "Chunks are recomputed in backward, so chunking needs recomputation; recompute is false and "
-                "enable_chunk_mbs is true. Write recompute: true, or enable_chunk_mbs: false."
-            )
-        if self.enable_activation_offload and not self.recompute:
-            raise ValueError(
-                "Only entry activations of recomputed blocks are offloaded; recompute is false and "
-                "enable_activation_offload is true. Write recompute: true, or enable_activation_offload: false."
-            )
-        if self.fsdp_plan and self.fsdp_plan.compile_blocks and self.recompute_plan and self.recompute_plan.save_ops:
-            raise ValueError(
-                "RecomputePlan.save_ops keeps results of single operators, which a compiled block does not run one by "
-                "one; compile_blocks is true. Leave save_ops out, or write compile_blocks: false."
-            )
-        if self.enable_chunk_mbs and self.chunkmbs_plan is None:
-            raise ValueError(
-                "Nothing says which blocks are cut into chunks. Declare it in the strategy, for example "
-                "ChunkMBSStrategy(chunkmbs_plan=ChunkMBSPlan(apply_modules=['model.layers.{*}'], chunk_mbs=1)), or on "
-                "the module, for example class MyModule(ChunkMBSMixin, LightningModule): chunkmbs_plan = "
-                "ChunkMBSPlan(apply_modules=['model.layers.{*}']). Without chunking write enable_chunk_mbs: false."
-            )
-        if not (self.recompute and (self.recompute_plan or self.chunkmbs_plan)):
-            raise ValueError(
-                "No plan that is switched on names a block. Write recompute: true and a recompute_plan or a "
-                "chunkmbs_plan, or use Lightning's ModelParallelStrategy."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """Names of the modules that each plan covers, in definition order; groups inside blocks are ``nested``."""
-
-    chunk: list[str]
-    recompute: list[str]
-    offload: list[str]
-    further: list[str]
-    nested: list[str]
 
 
 class AppliedModel:
@@ -118,7 +59,8 @@ class AppliedModel:
         self.counter = counter
         self._root = root
         self._notices = Notices()
-        names = _resolve(root, plans)
+        refuse_auto(plans)
+        names = resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
         further = {name: modules[name] for name in (*names.further, *names.nested)}
@@ -164,7 +106,7 @@ class AppliedModel:
             name=name,
             forward=forward,
             names=parameters,
-            rule=_cut_rule(self.plans.chunkmbs_plan) if chunked else None,
+            rule=cut_rule(self.plans.chunkmbs_plan) if chunked else None,
             store=store,
             counter=self.counter,
             notices=self._notices,
@@ -181,8 +123,8 @@ class AppliedModel:
         )
         make_chunked(block, settings)
 
-    def _log(self, names: _Names) -> None:
-        parts = [f"{len(found)} {kind} ({_brief(found)})" for kind, found in vars(names).items() if found]
+    def _log(self, names: Names) -> None:
+        parts = [f"{len(found)} {kind} ({brief(found)})" for kind, found in vars(names).items() if found]
         self._notices.log("applied", "ChunkMBS applied to modules: " + ", ".join(parts))
         if names.chunk and not names.offload:
             self._notices.warn(
@@ -202,7 +144,7 @@ class AppliedModel:
             self._notices.warn(
                 "own groups",
                 f"Parameters are gathered in {self.dtypes.param}, except for groups that were sharded before without "
-                f"it: {_brief(own)}. Pass mp_policy=MixedPrecisionPolicy(param_dtype={self.dtypes.param}, reduce_dtype="
+                f"it: {brief(own)}. Pass mp_policy=MixedPrecisionPolicy(param_dtype={self.dtypes.param}, reduce_dtype="
                 f"torch.float32, cast_forward_inputs=False) to their fully_shard, or delete these calls.",
             )
 
@@ -279,68 +221,6 @@ class AppliedModel:
         self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
 
 
-def _cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
-    if plan is None:
-        return None
-    return CutRule(
-        chunk_mbs=plan.chunk_mbs,
-        batch_dim=plan.batch_dim,
-        arg_indexs=tuple(plan.chunk_arg_indexs),
-        kwarg_names=tuple(plan.chunk_kwarg_names),
-        batch_dims=dict(plan.batch_dims),
-        packed_kwarg_names=tuple(plan.packed_kwarg_names),
-        chunk_tokens=plan.chunk_tokens,
-    )
-
-
-def _resolve(root: nn.Module, plans: Plans) -> _Names:
-    """Match the plans against the model and check that they cover each other."""
-    names = [name for name, _ in root.named_modules() if name]
-    children = [name for name, _ in root.named_children()]
-
-    def match(plan: object, label: str) -> list[str] | None:
-        patterns: Sequence[str] = getattr(plan, "apply_modules", ())
-        return match_modules(patterns, names, children, plan=label) if patterns else None
-
-    chunk = match(plans.chunkmbs_plan, "chunkmbs_plan") or []
-    recompute = match(plans.recompute_plan, "recompute_plan") or chunk
-    offload = match(plans.activation_offload_plan, "activation_offload_plan") or chunk or recompute
-    further = match(plans.fsdp_plan, "fsdp_plan") or []
-    if not plans.enable_chunk_mbs:
-        chunk = []
-    if not plans.enable_activation_offload:
-        offload = []
-    _check_covered("chunkmbs_plan", chunk, "recompute_plan", recompute)
-    if plans.enable_activation_offload:
-        _check_covered("chunkmbs_plan", chunk, "activation_offload_plan", offload)
-    _check_covered("activation_offload_plan", offload, "recompute_plan", recompute)
-    check_not_nested(recompute, plan="recompute_plan")
-    nested = _nested(further, recompute)
-    outside = [name for name in further if name not in nested]
-    return _Names(chunk=chunk, recompute=recompute, offload=offload, further=outside, nested=nested)
-
-
-def _check_covered(plan: str, names: list[str], by: str, covering: list[str]) -> None:
-    missing = [name for name in names if name not in covering]
-    if missing:
-        raise ValueError(
-            f"Every module of {plan} must be in {by} too; {len(missing)} are not: {_brief(missing)}. Add their "
-            f"patterns to {by}.apply_modules, or leave {by} out: it then covers what chunkmbs_plan covers."
-        )
-
-
-def _nested(further: list[str], blocks: list[str]) -> list[str]:
-    """Return the names of further groups that are inside a block."""
-    twice = next((name for name in further if name in blocks), None)
-    if twice is not None:
-        raise ValueError(f"fsdp_plan names further groups; '{twice}' is a block and has a group. Delete it there.")
-    return [name for name in further if any(name.startswith(f"{block}.") for block in blocks)]
-
-
 def _inner_first(modules: Mapping[str, nn.Module], names: list[str]) -> list[nn.Module]:
     """Return modules by name, inner ones before outer ones: a name sorts before the names below it."""
     return [modules[name] for name in sorted(names, reverse=True)]
-
-
-def _brief(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, … {names[-1]}"

@@ -5,7 +5,7 @@ from typing import NoReturn
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-__all__ = ["main"]
+__all__ = ["Parser", "main"]
 
 _FLOW_LIST_HINT = """
 A pattern with braces inside a YAML flow list must be quoted, since YAML reads the braces as a mapping and the star as
@@ -22,7 +22,7 @@ or use a block list, which needs no quotes:
 _FLOW_LIST_ERRORS = ("while scanning an alias", "expected ',' or ']'")
 
 
-class _Parser(LightningArgumentParser):
+class Parser(LightningArgumentParser):
     """Lightning's parser with a hint where YAML's own message does not tell what to write instead."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -43,7 +43,7 @@ def main(args: ArgsType = None, run: bool = True) -> LightningCLI:
         subclass_mode_data=True,
         seed_everything_default=1,
         save_config_kwargs={"overwrite": True},
-        parser_class=_Parser,
+        parser_class=Parser,
         args=args,
         run=run,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from .apply import Plans
+from .coverage import Plans
 from .mixin import ChunkMBSMixin
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan, coerce_plan
 

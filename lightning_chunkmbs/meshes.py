@@ -74,6 +74,17 @@ class Meshes:
         return [m.get_group() for m in held if m.size() > 1]
 
 
+def sharded_over(devices: int, replicate: int, tensor: int | str) -> int:
+    """Return over how many of ``devices`` a group is sharded.
+
+    Raises:
+        RuntimeError, ValueError: the sizes do not use all devices.
+    """
+    data = max(devices // int(tensor), 1)
+    _check_sizes(devices, data, replicate, int(tensor))
+    return data // replicate
+
+
 def check_tensor_parallel_size(size: object) -> None:
     """Refuse what cannot be a number of ranks."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:

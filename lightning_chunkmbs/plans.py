@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 __all__ = ["ActivationOffloadPlan", "ChunkMBSPlan", "FSDPPlan", "RecomputePlan", "coerce_plan"]
 
@@ -22,7 +22,8 @@ class ChunkMBSPlan:
 
     Args:
         apply_modules: patterns of the modules to chunk, e.g. ``model.layers.{*}``.
-        chunk_mbs: samples per chunk, not the number of chunks.
+        chunk_mbs: samples per chunk, not the number of chunks; ``"auto"``: as many as
+            fit, which the ``plan`` command answers and training refuses.
         batch_dim: batch dimension of the arguments and outputs: 0 for ``[b, s, h]``, 1 for ``[s, b, h]``.
         chunk_arg_indexs: positions of the positional arguments that carry the batch.
         chunk_kwarg_names: names of the keyword arguments that carry the batch.
@@ -42,7 +43,7 @@ class ChunkMBSPlan:
     """
 
     apply_modules: list[str]
-    chunk_mbs: int = 1
+    chunk_mbs: int | Literal["auto"] = 1
     batch_dim: int = 0
     chunk_arg_indexs: list[int] = field(default_factory=lambda: [0])
     chunk_kwarg_names: list[str] = field(default_factory=list)
@@ -236,11 +237,8 @@ def _check_patterns(plan: object, patterns: object, *, may_be_empty: bool = Fals
 
 
 def _check_chunk_mbs(value: object) -> None:
-    if value == "auto":
-        raise ValueError(
-            "ChunkMBSPlan.chunk_mbs: 'auto' is not supported yet; give a number, for example chunk_mbs: 1."
-        )
-    _check_int("ChunkMBSPlan.chunk_mbs (samples per chunk)", value, least=1)
+    if value != "auto":
+        _check_int("ChunkMBSPlan.chunk_mbs (samples per chunk)", value, least=1)
 
 
 def _check_chunk_arg_indexs(indexes: object) -> None:

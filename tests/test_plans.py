@@ -131,9 +131,9 @@ def test_yaml_with_a_misspelt_key_is_rejected_by_name(wrong: str, key: str) -> N
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: auto"), "chunk_mbs.*\n.*int.*auto"),
-        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: true"), "chunk_mbs.*\n.*int.*True"),
-        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: 1.5"), "chunk_mbs.*\n.*int.*1.5"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: many"), r"(?s)chunk_mbs.*int.*Given value: many"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: true"), r"(?s)chunk_mbs.*int.*Given value: True"),
+        (INIT_ARGS.replace("chunk_mbs: 2", "chunk_mbs: 1.5"), r"(?s)chunk_mbs.*int.*Given value: 1.5"),
         ("recompute_plan: {apply_modules: layers.0}", "apply_modules.*\n.*list.*layers.0"),
         ("recompute_plan: {apply_modules: [{0-3}]}", "apply_modules.*\n.*str.*{'0-3': None}"),
     ],
@@ -222,7 +222,6 @@ def test_plans_are_frozen_and_keyword_only() -> None:
         ({"chunk_mbs": 1.0}, TypeError, r"chunk_mbs .* must be an integer, but got 1.0 \(float\); write 1 or more"),
         ({"chunk_mbs": True}, TypeError, r"must be an integer, but got True \(bool\)"),
         ({"chunk_mbs": "2"}, TypeError, r"must be an integer, but got '2' \(str\)"),
-        ({"chunk_mbs": "auto"}, ValueError, r"chunk_mbs: 'auto' is not supported yet; give a number"),
         ({"batch_dim": -1}, ValueError, r"batch_dim must be at least 0, but got -1; write 0 or more"),
         ({"batch_dim": "0"}, TypeError, r"batch_dim must be an integer, but got '0' \(str\)"),
         ({"chunk_arg_indexs": [0, -1]}, ValueError, r"A position in .*chunk_arg_indexs must be at least 0, but got -1"),
