@@ -77,8 +77,7 @@ def load_whole(checkpoint: dict[str, Any], module: Module, optimizers: Sequence[
     """
     weights = checkpoint.pop("state_dict")
     _check_names(get_model_state_dict(module), weights, strict)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-    set_model_state_dict(module, weights, options=options)
+    _set_weights(module, weights)
     saved = checkpoint.get("optimizer_states", [])
     for index, optimizer in enumerate(optimizers):
         if index >= len(saved):
@@ -90,6 +89,19 @@ def load_whole(checkpoint: dict[str, Any], module: Module, optimizers: Sequence[
         for name, parameter in _named_parameters(module):
             if name not in state["state"]:  # torch has made it one, and counted a step
                 optimizer.state.pop(parameter, None)
+
+
+def _set_weights(module: Module, weights: dict[str, Any]) -> None:
+    """Set whole weights, module by module: for a model at once torch forgets all but one name of what is tied."""
+    left = dict(weights)
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        path = f"{prefix}." if prefix else ""
+        keys = {name: f"{path}{name}".replace("_orig_mod.", "") for name in (*part._parameters, *part._buffers)}
+        own = {name: left.pop(key) for name, key in keys.items() if key in left}
+        if own:
+            set_model_state_dict(part, own, options=_FROM_WHOLE)
+    if left:  # what modules save beside parameters and buffers, such as the states of metrics
+        module.load_state_dict(left, strict=False)
 
 
 def named_state(saved: dict[str, Any], module: Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -172,6 +172,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
             self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
         self._failures = Failures()
+        self.even_data = EvenData(self._module.trainer)  # before configure_optimizers, which may ask for loaders
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Apply the plans, fill the model and build optimizers."""
@@ -193,7 +194,6 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
             if self._ready_model.plans.enable_chunk_mbs and module.automatic_optimization:
                 refuse_windows(trainer, module)
                 self._window = Window(trainer, module, self._ready_model)
-        self.even_data = EvenData(trainer)
         self.setup_precision_plugin()
         if fitting and not self._declared.fsdp_plan.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
