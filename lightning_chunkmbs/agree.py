@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+
+from .process_groups import once
 
 # Agrees with the other ranks on numbers: takes this rank's, returns the least of all for each.
 Agree = Callable[[list[int]], list[int]]
 
 
-def make_agree(mesh: DeviceMesh, timeout: timedelta | None = None) -> Agree:
-    """Return a function that agrees over the ranks of ``mesh``, on the host; every rank must call this."""
-    ranks = dist.get_process_group_ranks(mesh.get_group())
+def make_agree(ranks: Sequence[int], timeout: timedelta | None = None) -> Agree:
+    """Return a function that agrees between ``ranks``, on the host; each of them must call this."""
     # Several such groups exist beside tensor parallelism; each rank makes its own.
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    make = partial(dist.new_group, list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    group = once(("agree", tuple(ranks), timeout), make)
 
     def agree(numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)

@@ -23,7 +23,7 @@ from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import gather_around, shard
 from .materialize import convert, materialize, move
-from .meshes import Meshes
+from .meshes import Meshes, ranks_of
 from .offload import ActivationStore, StoreSettings
 from .out_of_memory import explained_in_backward
 from .plans import FSDPPlan
@@ -162,10 +162,10 @@ class AppliedModel:
         # Blocks of one stack are called by every step; those of a second one (a visual tower) perhaps not on all ranks.
         stacks = {name.rpartition(".")[0] for name in self.blocks}
         if self.meshes.data.size() > 1:
-            self._unused.agree = agree = make_agree(self.meshes.data, self.meshes.timeout)
+            self._unused.agree = agree = make_agree(ranks_of(self.meshes.data), self.meshes.timeout)
             self.agree = agree if len(stacks) > 1 else None
         if self.meshes.tensor.size() > 1:
-            self._same_batch = SameBatch(make_agree(self.meshes.tensor, self.meshes.timeout))
+            self._same_batch = SameBatch(make_agree(ranks_of(self.meshes.tensor), self.meshes.timeout))
         self._ready = True
 
     @contextmanager

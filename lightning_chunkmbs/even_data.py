@@ -20,10 +20,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import ModelParallelStrategy
+
+from .agree import Agree, make_agree
 
 _CURE = (
     "Give every rank as many batches: leave the sampler to Lightning, use drop_last=True, or write limit_train_batches "
@@ -45,7 +46,7 @@ class EvenData:
         self._trainer = trainer
         self._unsized = False
         self._epoch: int | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._agree: Agree | None = None
         self.rounds = 0
 
     # -- before an epoch ----------------------------------------------------------------------------------------------
@@ -151,12 +152,10 @@ class EvenData:
         return everyone
 
     def _some_rank(self, fact: bool) -> bool:
-        if self._group is None:  # between hosts, so that no device has to be waited for
-            self._group = dist.new_group(backend="gloo")
+        if self._agree is None:
+            self._agree = make_agree(range(self._trainer.world_size))
         self.rounds += 1
-        value = torch.tensor(int(fact))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(value)
+        return self._agree([-int(fact)]) == [-1]
 
 
 class ComparesData(ModelParallelStrategy):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+
+from .process_groups import once
 
 DATA, REPLICATE, SHARD, TENSOR = "data_parallel", "replicate", "shard", "tensor_parallel"
 
@@ -46,6 +49,11 @@ class Meshes:
         tensor = int(tensor)
         data = max(dist.get_world_size() // tensor, 1) if data == "auto" else int(data)
         _check_sizes(dist.get_world_size(), data, replicate, tensor)
+        key = device_type, data, replicate, tensor, timeout
+        return once(("meshes", *key), partial(cls._make, *key))
+
+    @classmethod
+    def _make(cls, device_type: str, data: int, replicate: int, tensor: int, timeout: timedelta | None) -> Meshes:
         whole = init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
         _set_timeout(whole, timeout)
         if replicate == 1:
@@ -72,6 +80,11 @@ class Meshes:
         meshes = [self.tensor, *([self.shard[REPLICATE]] if self.shard.ndim == 2 else [])]
         held = [m for m in meshes if isinstance(split.get((m.mesh_dim_names or ("",))[0], Replicate()), Replicate)]
         return [m.get_group() for m in held if m.size() > 1]
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of this process's part of a 1-dimensional mesh."""
+    return dist.get_process_group_ranks(mesh.get_group())
 
 
 def sharded_over(devices: int, replicate: int, tensor: int | str) -> int:
