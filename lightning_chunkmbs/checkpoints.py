@@ -124,12 +124,12 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for a checkpoint, and leave it as it is."""
-        with gradient_shown(getattr(optimizer, "_optimizer", optimizer)):
+        with _gradient_shown(getattr(optimizer, "_optimizer", optimizer)):
             return super().optimizer_state(optimizer)
 
 
 @contextmanager
-def gradient_shown(optimizer: Optimizer) -> Iterator[None]:
+def _gradient_shown(optimizer: Optimizer) -> Iterator[None]:
     """Show a gradient to torch, which fills the state of an optimizer that has neither by a step that counts."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if optimizer.state or not parameters or any(p.grad is not None for p in parameters):
