@@ -194,7 +194,7 @@ class AppliedModel:
         """After the first step: refuse a plan whose keywords no block was given, name what had no effect once.
 
         Raises:
-            ValueError: no block received any of the plan's ``chunk_kwarg_names``.
+            ValueError: no block received any of the plan's ``chunk_kwarg_names``, on any rank; raised on every rank.
         """
         if self._received_checked:
             return
@@ -205,20 +205,27 @@ class AppliedModel:
                 f"RecomputePlan.save_ops had no effect for {', '.join(self._save_ops.unused)}: no block ran such an "
                 f"operator in the first step. Under torch.profiler the names of those that run are seen.",
             )
-        if self.plans.chunkmbs_plan is None:
+        plan = self.plans.chunkmbs_plan
+        if not self.plans.enable_chunk_mbs or plan is None or not plan.chunk_kwarg_names:
             return
-        declared = self.plans.chunkmbs_plan.chunk_kwarg_names
-        settings = [block_settings(block) for block in self.blocks.values()]
-        received = set().union(*(s.received for s in settings if s.rule is not None))
-        missing = [name for name in declared if name not in received]
-        if not self.plans.enable_chunk_mbs or not missing:
-            return
-        if not received:
+        declared = plan.chunk_kwarg_names
+        missing = self._not_received(declared)
+        if len(missing) == len(declared):
             raise ValueError(
                 f"chunk_kwarg_names declares {missing}, and no block was called with any of them in the first step. "
                 f"Write the keywords with which the model calls its blocks, or leave chunk_kwarg_names out."
             )
-        self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
+        if missing:
+            self._notices.log("not received", f"ChunkMBS: no block was called with the declared keywords {missing}.")
+
+    def _not_received(self, names: list[str]) -> list[str]:
+        """Return those of the keywords that no block received on any rank; all ranks must call this."""
+        settings = map(block_settings, self.blocks.values())
+        received = set().union(*(s.received for s in settings if s.rule is not None))
+        absent = [int(name not in received) for name in names]
+        # A tower that only some ranks call: the others must not end, and leave them waiting, because of it.
+        by_all = absent if self._unused.agree is None else self._unused.agree(absent)
+        return [name for name, missed in zip(names, by_all, strict=True) if missed]
 
 
 def _inner_first(modules: Mapping[str, nn.Module], names: list[str]) -> list[nn.Module]:

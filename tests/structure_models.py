@@ -260,3 +260,18 @@ class Images(LateImages):
     def __init__(self):
         super().__init__()
         self.layers = self._modules.pop("layers")
+
+
+class MaskedImages(Images):
+    """The blocks of the tower take a keyword, which batches without images therefore do not give."""
+
+    def __init__(self):
+        super().__init__()
+        for i in range(len(self.tower)):
+            self.tower[i] = ConditionedBlock()
+
+    def see(self, tokens: Tensor) -> Tensor:
+        y = self.patches(tokens).flip(1)
+        for layer in self.tower:
+            y = layer(y, condition=y.mean(1))
+        return y

@@ -27,7 +27,7 @@ from tests.one_window import (
     train_window,
 )
 from tests.ranks import raises_on_ranks, run_on_ranks
-from tests.structure_models import Decoder, Images, LateImages
+from tests.structure_models import Decoder, Images, LateImages, MaskedImages
 
 EMBEDDINGS = {"embedding.weight", "position"}
 
@@ -108,10 +108,12 @@ IMAGES = {
 }
 
 
-def train_images(kind: type[LateImages], sizes_of_ranks: tuple[list[int], ...]) -> tuple[int, int, list[int]]:
+def train_images(
+    kind: type[LateImages], sizes_of_ranks: tuple[list[int], ...], keywords: tuple[str, ...] = ()
+) -> tuple[int, int, list[int]]:
     net, rank = build(kind), dist.get_rank()
     data = [micro_batches(sizes, seed=r) for r, sizes in enumerate(sizes_of_ranks)]
-    plan = {"apply_modules": ["net.layers.{*}", "net.tower.{*}"]}
+    plan = {"apply_modules": ["net.layers.{*}", "net.tower.{*}"], "chunk_kwarg_names": list(keywords)}
     module = train_window(deepcopy(net), data[rank], chunked(1, chunkmbs_plan=plan))
     expected, losses = accumulate(net, data)
     assert_close(module.gradients, expected)
@@ -125,6 +127,24 @@ def test_a_tower_that_only_some_ranks_need_is_gathered_once_on_all(case):
     results = run_on_ranks(2, train_images, Images, IMAGES[case])
     assert [counts[:2] for counts in results] == [(2 * blocks + 1, blocks + 1)] * 2
     assert all(len(runs) == 1 for *_, runs in results)
+
+
+@pytest.mark.parametrize("sizes", [([2, 3, 4, 1], [1, 3, 3, 1]), ([1], [2])], ids=["window of four", "of one"])
+def test_a_keyword_that_only_the_steps_of_one_rank_give_is_received(sizes):
+    blocks = BLOCKS + 2
+    results = run_on_ranks(2, train_images, MaskedImages, sizes, ("condition",))
+    assert [counts[:2] for counts in results] == [(2 * blocks + 1, blocks + 1)] * 2
+
+
+def train_without_the_keyword() -> None:
+    plan = {"apply_modules": ["net.layers.{*}", "net.tower.{*}"], "chunk_kwarg_names": ["condition"]}
+    train_window(build(MaskedImages), data_of_ranks([1, 3])[dist.get_rank()], chunked(1, chunkmbs_plan=plan))
+
+
+def test_a_keyword_that_no_rank_gives_is_refused_on_all():
+    for error, message in raises_on_ranks(2, train_without_the_keyword):
+        assert error == "ValueError"
+        assert "declares ['condition'], and no block was called with any of them" in message
 
 
 def test_a_tower_defined_after_the_blocks_costs_a_second_pass():
