@@ -62,6 +62,7 @@ ROWS = [
         "caches",
         "dtypes",
         "failures",
+        "kept_ties",
         "meshes",
         "patterns",
         "plans",
