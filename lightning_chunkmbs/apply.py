@@ -22,6 +22,7 @@ from .coverage import Names, Plans, brief, cut_rule, refuse_auto, resolve
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import gather_around, shard
+from .kept_ties import check_ties
 from .materialize import convert, materialize, move
 from .meshes import Meshes, ranks_of
 from .offload import ActivationStore, StoreSettings
@@ -64,6 +65,7 @@ class AppliedModel:
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
         further = {name: modules[name] for name in (*names.further, *names.nested)}
+        check_ties(root)
         check_structure(root, self.blocks, further, meshes, dtypes)
         check_coupling({name: modules[name] for name in names.chunk}, self._notices)
         self._log(names)

@@ -26,6 +26,7 @@ from .even_data import ComparesData, EvenData
 from .failures import Failures
 from .guards import single_step
 from .host_parameters import backend_for
+from .kept_ties import note_ties
 from .meshes import Meshes, check_tensor_parallel_size
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
@@ -164,6 +165,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
     def setup_environment(self) -> None:
         """Start processes' communication and make the device mesh, once for all runs of this strategy."""
         check_callbacks(self._module.trainer)
+        note_ties(self._module)
         self._setup_distributed()
         # The model is sharded on the mesh of the first run; another mesh would be another set of process groups.
         if self._device_mesh is None:

@@ -61,6 +61,7 @@ ROWS = [
         "caches",
         "dtypes",
         "failures",
+        "kept_ties",
         "patterns",
         "plans",
         "process_groups",
