@@ -38,6 +38,7 @@ class ShardedWeightAveraging(Callback):
     Raises:
         ValueError: an argument is out of range.
         TypeError: (when a run begins) another strategy is used.
+        ValueError: (when a run begins) another callback of this class, or of one derived from it, averages too.
     """
 
     def __init__(
@@ -73,11 +74,17 @@ class ShardedWeightAveraging(Callback):
     # -- averaging -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse other strategies, and start anew."""
+        """Refuse other strategies and a second average, and start anew."""
         if not isinstance(trainer.strategy, ChunkMBSStrategy):
             raise TypeError(
                 f"ShardedWeightAveraging averages the shards of ChunkMBSStrategy, and the Trainer has "
                 f"{type(trainer.strategy).__name__}. Use lightning.pytorch.callbacks.EMAWeightAveraging there."
+            )
+        averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, ShardedWeightAveraging)]  # type: ignore[attr-defined]
+        if len(averaging) > 1:
+            raise ValueError(
+                f"A model shows one average in validation and checkpoints, and the Trainer has {len(averaging)} "
+                f"callbacks that average: {', '.join(averaging)}. Keep one of them in Trainer(callbacks=[...])."
             )
         self._forget()
 

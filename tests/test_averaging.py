@@ -442,3 +442,17 @@ def test_other_strategies_are_refused():
 def test_impossible_arguments_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         ShardedWeightAveraging(**options)
+
+
+class Slower(ShardedWeightAveraging):
+    """Has a class, and so a state in checkpoints, of its own."""
+
+
+def average_twice():
+    trainer_of(chunked(), callbacks=[ShardedWeightAveraging(0.9), Slower(0.99)]).fit(build(), loader())
+
+
+def test_a_second_average_is_refused():
+    for name, message in raises_on_ranks(2, average_twice):
+        assert name == "ValueError"
+        assert "2 callbacks that average: ShardedWeightAveraging, Slower. Keep one" in message
