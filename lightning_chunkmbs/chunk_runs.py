@@ -28,7 +28,7 @@ from .out_of_memory import Chunks, Fitting, smaller_chunks
 from .profiling import chunk_range
 from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, taking_off
-from .report import Notices, StepCounter
+from .report import NoNotices, Notices, StepCounter
 from .selective import SaveOps
 from .stored_activation import version
 from .trees import map_tree
@@ -115,7 +115,8 @@ def run_fitting(
     """Run all chunks, smaller ones if memory does not suffice; return what joins their results, and these."""
 
     def cut_again(rule: CutRule, call: Template) -> CutCall:
-        return cut_call(settings.name, rule, settings.names, *call, settings.notices, settings.cuts.cut)
+        # Of a chunk's call nothing is to be said: a table may well have the size of a chunk.
+        return cut_call(settings.name, rule, settings.names, *call, NoNotices(), settings.cuts.cut)
 
     def run(chunks: list[Chunks]) -> tuple[list[OutputJoin], _Results]:
         joins = [OutputJoin(settings.name, c.sizes, c.dim, settings.cuts, settings.stream) for c in chunks]

@@ -206,3 +206,20 @@ def test_without_gradients_too():
     with torch.no_grad(), caught_warnings() as messages:
         torch.testing.assert_close(twins.block(leaf(4, 6)), twins.plain(leaf(4, 6)))
     assert len(messages) == 1
+
+
+class WithTable(nn.Linear):
+    """Given a table that is not declared and has as many rows as the chunks have samples."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x) + table.sum(0)
+
+
+def test_halves_are_not_warned_about_as_calls_of_their_own():
+    twins = make_twins(Tight(WithTable(6, 6)), chunk_mbs=4)
+    twins.block.fits = 2
+    x, table = leaf(6, 6), leaf(4, 6)
+    with caught_warnings() as messages:
+        torch.testing.assert_close(twins.block(x, table), twins.plain(x, table))
+    [message] = messages
+    assert "ran out of memory in forward" in message
