@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_chunkmbs import ChunkMBSStrategy
@@ -126,6 +126,8 @@ class Sharding:
     """What a module written for Lightning's strategy does."""
 
     def configure_model(self) -> None:
+        if isinstance(self.net, FSDPModule):  # type: ignore[attr-defined]  # in another run of the module
+            return
         mesh = self.device_mesh["data_parallel"]  # type: ignore[attr-defined]
         for layer in self.net.layers:  # type: ignore[attr-defined]
             fully_shard(layer, mesh=mesh)
