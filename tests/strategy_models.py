@@ -125,7 +125,8 @@ def trainer_of(strategy, **options):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     devices = dist.get_world_size() if dist.is_initialized() else 1
-    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **options})
+    quiet |= {"accelerator": "cpu", "devices": devices}
+    return Trainer(strategy=strategy, **{**quiet, **options})
 
 
 def fit(module, strategy=None, data=None, **options):

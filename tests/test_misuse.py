@@ -11,8 +11,11 @@ import re
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_chunkmbs import ChunkMBSStrategy
 from tests.ranks import count_collectives, raises_on_ranks
 from tests.strategy_models import (
     LAYERS,
@@ -20,6 +23,7 @@ from tests.strategy_models import (
     build,
     chunked,
     fit,
+    trainer_of,
 )
 
 
@@ -95,3 +99,89 @@ def test_parameters_of_before_or_after_sharding_are_refused(kind, message, n):
     error, text = refused(train, kind, {}, n)
     assert error == "RuntimeError"
     assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ({"apply_modules": ["model.layer.{*}"]}, "ValueError", r"matches none"),
+        ({"apply_modules": [LAYERS, LAYERS]}, "ValueError", r"must name everything once.*given twice"),
+        ({"chunk_mbs": 0}, "ValueError", r"chunk_mbs .* must be at least 1, but got 0"),
+        ({"chunk_mbs": -1}, "ValueError", r"must be at least 1, but got -1"),
+        ({"chunk_mbs": 2.0}, "TypeError", r"must be an integer, but got 2\.0 \(float\)"),
+        ({"chunk_mbs": True}, "TypeError", r"must be an integer, but got True \(bool\)"),
+        ({"chunk_mbs": "2"}, "TypeError", r"must be an integer, but got '2' \(str\)"),
+        ({"batch_dim": -1}, "ValueError", r"batch_dim must be at least 0"),
+        ({"chunk_arg_indexs": [0, 0]}, "ValueError", r"everything once, but 0 is given twice"),
+        ({"chunk_kwarg_names": ["scale", "scale"]}, "ValueError", r"once, but 'scale' is given twice"),
+    ],
+)
+def test_plans_are_refused_on_every_rank(plan, error, message):
+    found, text = refused(train, Toy, plan, 1)
+    assert found == error
+    assert re.search(message, text), text
+
+
+def train_out_of_range(n):
+    with count_collectives() as counted:
+        try:
+            plan = {"apply_modules": [LAYERS], "batch_dim": 5}
+            fit(build(), chunked(chunkmbs_plan=plan), accumulate_grad_batches=n)
+        finally:
+            assert counted.reduce_scatters == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_batch_dimension_that_no_argument_has_is_refused_at_the_first_call(n):
+    error, text = refused(train_out_of_range, n)
+    assert error == "ValueError"
+    assert re.search(r"model\.layers\.0: .*has shape \(4, 3, 8\) and no dimension 5", text), text
+
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def train_on_nothing(n):
+    with count_collectives() as counted:
+        try:
+            trainer_of(chunked(), accumulate_grad_batches=n).fit(build(), DataLoader(Nothing()))
+        finally:
+            assert counted.all_gathers == counted.reduce_scatters == 0
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_stream_without_samples_is_refused(n):
+    error, text = refused(train_on_nothing, n)
+    assert error == "ValueError"
+    assert re.search(r"yields none on the ranks \[0, 1\]\. Look at what its dataset iterates over", text), text
+
+
+def use_twice(accelerator):
+    strategy = chunked()
+    trainer_of(strategy)
+    trainer_of(strategy, accelerator=accelerator)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "message"),
+    [("cpu", "accelerator set through both strategy class"), ("auto", "set through ChunkMBSStrategy class")],
+)
+def test_lightning_refuses_a_strategy_that_belongs_to_a_trainer(accelerator, message):
+    for error, text in raises_on_ranks(2, use_twice, accelerator):  # the message has an object's address
+        assert error == "MisconfigurationException"
+        assert message in text
+
+
+def make_fabric(by_name):
+    plan = {"apply_modules": [LAYERS]}
+    Fabric(accelerator="cpu", devices=2, strategy="chunkmbs" if by_name else ChunkMBSStrategy(chunkmbs_plan=plan))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_fabric_refuses_a_strategy_of_the_trainer(by_name):
+    for error, text in raises_on_ranks(2, make_fabric, by_name):  # the message has the object's address
+        assert error == "ValueError"
+        assert "invalid strategy" in text
+        assert ("chunkmbs" if by_name else "ChunkMBSStrategy") in text
