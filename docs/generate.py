@@ -1,6 +1,6 @@
 """Write ``docs/configuration.md`` from the docstrings and signatures of what users configure::
 
-    python docs/generate.py
+python docs/generate.py
 """
 
 from __future__ import annotations
