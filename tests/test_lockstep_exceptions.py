@@ -1,11 +1,14 @@
 """An exception in a step that takes turns: surfaces as the user's own, ends the others, leaves nothing behind."""
 
+import os
+import signal
 import traceback
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_chunkmbs.step_state import ThreadState
 from tests.ranks import run_on_ranks
@@ -287,3 +290,66 @@ def catching():
 
 def test_a_step_may_catch_its_own_exception():
     run_on_ranks(1, catching)
+
+
+# -- what comes from outside, and after the window ---------------------------------------------------------------------
+
+
+class Terminated(Failing):
+    """The ranks are told to end (by a scheduler, say) in the middle of their second micro-batch."""
+
+    def fail_at(self, place):
+        if place == self.place and step_number.get() == 1:
+            self.place = None
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated():
+    before = ThreadState.now()
+    module, unharmed = build(Terminated, "between"), build(Failing)
+    with pytest.raises(SIGTERMException):
+        train(module, lockstep())
+    assert_clean(module, before)
+    windows = len(module.seen)
+    train(unharmed, lockstep(), max_steps=1)
+    assert apart(parameters(module), parameters(unharmed)) <= 1e-7
+    return windows
+
+
+def test_ranks_that_are_terminated_end_after_the_window():
+    assert run_on_ranks(2, terminated) == [1, 1]
+
+
+class FailingOptimizer(Failing):
+    """The optimizer fails once, after the window has run in its closure."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        step, module = optimizer.step, self
+
+        def failing(closure=None):
+            if module.place != "optimizer":
+                return step(closure)
+            module.place = None
+            closure()
+            raise ArithmeticError("optimizer")
+
+        optimizer.step = failing
+        return optimizer
+
+
+def failing_optimizer():
+    before = ThreadState.now()
+    module, unharmed = build(FailingOptimizer, "optimizer"), build(FailingOptimizer)
+    with pytest.raises(ArithmeticError, match="optimizer"):
+        train(module, lockstep())
+    assert_clean(module, before)
+    start_again(module)
+    train(module, lockstep())
+    train(unharmed, lockstep())
+    assert_same(module, unharmed, close=1e-7)
+    return [(r.all_gathers, r.reduce_scatters) for r in module.reports[1:]]
+
+
+def test_a_window_after_an_exception_of_the_optimizer():
+    assert run_on_ranks(2, failing_optimizer) == [[(2 * LAYERS + 1, LAYERS + 1)]] * 2
