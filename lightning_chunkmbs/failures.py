@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 _GRACE = 10.0  # seconds in which other ranks notice the same failure
+_ANSWER = 5.0  # seconds more that the store may take
+_UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
 _SIGNS = ("gloo", "nccl", "hccl", "connection closed by peer", "connection reset", "broken pipe", "timed out")
 
 # Each process makes its runs in the same order, so that a run has the same number on all ranks.
@@ -52,13 +56,18 @@ class Failures:
         """Tell other ranks of ``error``, and add to it what they tell if it is one of communication."""
         if self._store is None or self._size < 2:
             return
-        try:
+        notes = [_UNREACHABLE if is_communication_error(error) else ""]
+        # Aside, since a store at the other end of a broken connection may not answer, and nothing then ends the wait.
+        asking = threading.Thread(target=self._ask, args=(error, notes), daemon=True)
+        asking.start()
+        asking.join(_GRACE + _ANSWER)
+        if notes[-1]:
+            _add_note(error, notes[-1])
+
+    def _ask(self, error: BaseException, notes: list[str]) -> None:
+        with suppress(RuntimeError):  # whatever the store raises when its host is gone
             self._tell(error)
-            note = self._cause() if is_communication_error(error) else ""
-        except RuntimeError:  # whatever the store raises when its host is gone
-            note = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
-        if note:
-            _add_note(error, note)
+            notes.append(self._cause() if is_communication_error(error) else "")
 
     def _tell(self, error: BaseException) -> None:
         order = self._store.add("count", 1)

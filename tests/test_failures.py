@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_chunkmbs import failures
 from lightning_chunkmbs.failures import Failures, is_communication_error
 from tests.ranks import ROOT, run_on_ranks
 
+UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
 CLOSED = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234"
 
 
@@ -75,9 +77,26 @@ def test_a_store_that_is_gone_is_rank_0_s():
     told, error = Failures(), RuntimeError(CLOSED)
     told._store, told._size = Gone(), 2
     told.explain(error)
-    assert error.__notes__ == [
-        "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
-    ]
+    assert error.__notes__ == [UNREACHABLE]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for():
+    class Silent:
+        def __init__(self) -> None:
+            self.over = threading.Event()
+
+        def add(self, *_: object) -> int:
+            self.over.wait(60)
+            raise dist.DistNetworkError("Broken pipe")
+
+    told, error, other = Failures(), RuntimeError(CLOSED), ValueError("mine")
+    told._store, told._size = store, _ = Silent(), 2
+    with patch.object(failures, "_GRACE", 0.1), patch.object(failures, "_ANSWER", 0.1):
+        told.explain(error)
+        told.explain(other)
+    store.over.set()
+    assert error.__notes__ == [UNREACHABLE]
+    assert not hasattr(other, "__notes__")
 
 
 def test_what_is_an_error_of_communication():

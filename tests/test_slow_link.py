@@ -13,7 +13,7 @@ from tests.ranks import ROOT
 
 
 def row(gbit=1.0):
-    variants = {"stock": (3000, 500), "lockstep": (1000, 125), "compute floor": (500, 0)}  # ms, MB
+    variants = {"stock": (3000, 500), "ours, lockstep": (1000, 125), "compute floor": (500, 0)}  # ms, MB
     return {"n": 4, "gbit": gbit, "variants": {name: {"ms": ms, "sent_MB": mb} for name, (ms, mb) in variants.items()}}
 
 
@@ -46,9 +46,9 @@ def test_a_small_run_counts_what_the_link_carried(tmp_path):
     # for a reduce-scatter: gloo all-reduces for it.
     block, root = 12 * 128**2 * 4 / 2e6, 2 * 256 * 128 * 4 / 2e6
     once = 3 * (2 * block + 2 * block) + root + 2 * root
-    assert sent["lockstep"] == pytest.approx(once, rel=0.1)
-    for name in ("one batch, cut", "cut by hand", "one big batch"):
+    assert sent["ours, lockstep"] == pytest.approx(once, rel=0.1)
+    for name in ("ours, cut", "cut, checkpoint, join", "one big batch"):
         assert sent[name] == pytest.approx(once, rel=0.25)  # torch decides whether the root is gathered again
     assert sent["stock"] == pytest.approx(4 * sent["one big batch"], rel=0.1)
-    assert sent["lockstep"] < sent["stock, last sync only"] < sent["stock"]
+    assert sent["ours, lockstep"] < sent["stock, last sync only"] < sent["stock"]
     assert sent["compute floor"] < 0.05

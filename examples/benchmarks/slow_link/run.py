@@ -19,7 +19,7 @@ from examples.benchmarks.two_nodes import TwoNodes
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).parent / "results" / "slow_link.json"
-OURS = "lockstep"
+OURS = "ours, lockstep"
 
 
 def launch(options: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ def main() -> None:
     if find_spec("matplotlib"):
         plot(rows, options.json.with_suffix(".png"))
     else:
-        print("No plot: matplotlib is not installed (pip install -e '.[plots]').")
+        print("No plot: matplotlib is not installed (pip install -e '.[bench]').")
 
 
 if __name__ == "__main__":

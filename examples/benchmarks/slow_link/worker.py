@@ -11,54 +11,30 @@ import statistics
 import subprocess
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
-from examples.benchmarks.accumulation.run import Module, Trained, variants
+from examples.benchmarks.accumulation.run import FLOOR
 from examples.benchmarks.two_nodes import sent_bytes, shaping
+from examples.benchmarks.variants import VARIANTS, ComputeFloor
+
+# Streaming moves no other bytes over the link.
+NAMES = [name for name in VARIANTS if "streaming" not in name]
 
 
-class HandCut(nn.Module):
-    """A block that cuts its batch, recomputes each sample and joins the results: what one writes in a few lines."""
+def all_variants(options: argparse.Namespace, n: int) -> dict[str, Callable[[int], list[float]]]:
+    """Return what runs a number of optimizer steps of ``n`` samples, by name of the variant."""
+    floor = ComputeFloor(options, n)
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
+    def computing(steps: int) -> list[float]:
+        return [seconds for _ in range(steps) for seconds in floor()]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([checkpoint(self.block, part, use_reentrant=False) for part in x.split(1)])
-
-
-class HandCutModule(Module):
-    """The stock module with such blocks."""
-
-    def configure_model(self) -> None:
-        if isinstance(self.net.blocks[0], HandCut):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for i, block in enumerate(self.net.blocks):
-            self.net.blocks[i] = fully_shard(HandCut(block), mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
-
-
-def all_variants(options: argparse.Namespace, n: int) -> dict[str, Any]:
-    """Return the variants of the accumulation benchmark, and those that take N samples as one batch."""
-
-    def big() -> Trained:
-        strategy = ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1)
-        return Trained(options, 1, strategy, samples=n, stock=True)
-
-    by_hand = big()
-    by_hand.module = HandCutModule(options.hidden, options.blocks, stock=True)
-    return variants(options, n) | {"cut by hand": by_hand, "one big batch": big()}
+    return {name: VARIANTS[name](options, n) for name in NAMES} | {FLOOR: computing}
 
 
 def limit(gbit: float | None) -> None:
