@@ -35,7 +35,7 @@ HEAD = """\
 
 Everything that can be set, from Python or from yaml (below `trainer.strategy.init_args`), with its default. Plans are
 dataclasses in Python and mappings in yaml; an unknown key is refused by its name (`tests/test_plans.py`). Patterns in
-`apply_modules` are explained in the [README](../README.md#the-plans) and shown by `tests/test_patterns.py`.
+`apply_modules` are explained in [the plans](plans.md) and shown by `tests/test_patterns.py`.
 """
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Example)::?$")

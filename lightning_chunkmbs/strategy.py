@@ -52,7 +52,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
         activation_offload_plan: which blocks' entry activations are offloaded.
         enable_chunk_mbs: cut the batch inside the blocks of ``chunkmbs_plan``.
         chunkmbs_plan: which blocks are cut, into chunks of how many samples, and what carries the batch.
-        fsdp_plan: further FSDP2 groups outside blocks, resharding and prefetching.
+        fsdp_plan: further FSDP2 groups, resharding, prefetching and parallelism.
         data_parallel_size: ranks that share the data; ``"auto"``: all devices divided by ``tensor_parallel_size``.
         tensor_parallel_size: ranks that share each layer, by the plan that the module's ``configure_model`` applies.
         save_distributed_checkpoint: write a folder with each rank's shards; False: one file with everything.
