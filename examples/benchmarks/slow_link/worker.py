@@ -96,7 +96,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         environment = {"torch": torch.__version__, "lightning": pl.__version__, "python": platform.python_version()}
         environment |= {"CPU cores": os.cpu_count(), "backend": dist.get_backend()}
-        content = {"environment": environment, "settings": vars(options), "rows": rows}
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        content = {"environment": environment, "settings": settings, "rows": rows}
         Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
 
 
