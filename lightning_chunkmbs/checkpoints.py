@@ -97,8 +97,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         if place.is_folder:
             load_sharded(place, module, optimizers, module.strict_loading)
-            return _read(place.meta, weights_only)
-        checkpoint = _read(place, weights_only)
+            return place.meta.load(weights_only)
+        checkpoint = place.load(weights_only)
         load_whole(checkpoint, module, optimizers, module.strict_loading)
         return checkpoint
 
@@ -140,11 +140,3 @@ def _gradient_shown(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         parameters[0].grad = None
-
-
-def _read(place: Place, weights_only: bool | None) -> dict[str, Any]:
-    path = place.id
-    if not isinstance(path, str):  # mapped: each rank reads only what it needs
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    with place.open("rb") as file:
-        return torch.load(file, map_location="cpu", weights_only=weights_only)

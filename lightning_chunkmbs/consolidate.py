@@ -58,18 +58,18 @@ def consolidate(
 
 def _everything(place: Place, weights_only: bool) -> dict[str, Any]:
     if not place.is_folder:
-        return _read(place, weights_only)
+        return place.load(weights_only)
     contents = _load(place, lambda path: True)
     keys = sorted((key for key in contents if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
     states = [{"state": {}, **contents.pop(key)} for key in keys]
-    return {**contents, **({"optimizer_states": states} if states else {}), **_read(place.meta, weights_only)}
+    return {**contents, **({"optimizer_states": states} if states else {}), **place.meta.load(weights_only)}
 
 
 def _weights(place: Place, weights_only: bool, prefix: str) -> dict[str, Any]:
     if place.is_folder:
         loaded = _load(place, lambda path: path[0] == "state_dict" and str(path[1]).startswith(prefix))
     else:
-        loaded = _read(place, weights_only)
+        loaded = place.load(weights_only)
     weights: dict[str, Any] = loaded.get("state_dict", {})
     found = {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
@@ -130,12 +130,6 @@ def _entered(container: Any, part: Any, value: Any) -> Any:
     if part == len(container):
         container.append(value)
     return container[part]
-
-
-def _read(place: Place, weights_only: bool) -> dict[str, Any]:
-    with place.open("rb") as file:
-        contents: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
-    return contents
 
 
 def _write(contents: dict[str, Any], target: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import posixpath
 import shutil
 from pathlib import Path
+from typing import Any
 
+import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -49,6 +51,16 @@ class Place:
     def open(self, mode: str):  # type: ignore[no-untyped-def]  # fsspec has no types
         """Open the file here."""
         return self._fs.open(self._path, mode)
+
+    def load(self, weights_only: bool | None) -> dict[str, Any]:
+        """Return what ``torch.save`` wrote to the file here, on the host; ``weights_only`` as in ``torch.load``."""
+        contents: dict[str, Any]
+        if self._local:  # mapped: each rank reads only what it needs
+            contents = torch.load(self._path, map_location="cpu", mmap=True, weights_only=weights_only)
+        else:
+            with self.open("rb") as file:
+                contents = torch.load(file, map_location="cpu", weights_only=weights_only)
+        return contents
 
     def found(self) -> Place | None:
         """Return where the checkpoint is: here, or aside when writing here was interrupted; None without any."""

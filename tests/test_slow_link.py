@@ -26,7 +26,6 @@ def test_the_bound_is_that_of_a_sum_of_computing_and_sending():
 
 
 def test_the_plot_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     plot([row(), row(5.0)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
