@@ -61,14 +61,15 @@ class CountedGather(Counted):
         self._streams_for = streams
         self._streams: Streams | None = None
         self._end: Mark | None = None
+        self._work: Any = None
 
     def __call__(self, **kwargs: Any) -> Any:
         start = time.perf_counter()
         work = super().__call__(**kwargs)
         device = kwargs[self._tensor].device
         if device.type == "cpu":
-            # It computes on the thread that communicates, which has waited.
             self._counter.add("exposed_gather_seconds", time.perf_counter() - start)
+            self._work = work  # None: the thread that computes has waited
         else:
             # FSDP2 calls this on the stream that communicates.
             self._streams = self._streams_for(device)
@@ -76,11 +77,16 @@ class CountedGather(Counted):
         return work
 
     def waits(self) -> None:
-        """Called where the compute stream is about to wait for the gather."""
+        """Called where the compute stream, or a CPU, is about to wait for the gather."""
+        work, self._work = self._work, None
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self._counter.add("exposed_gather_seconds", time.perf_counter() - start)
         end, self._end = self._end, None
         if end is not None and self._streams is not None:
-            start = self._streams.compute().mark()
-            self._counter.add_later("exposed_gather_seconds", lambda: _at_least_0(end.seconds_since(start)))
+            needed = self._streams.compute().mark()
+            self._counter.add_later("exposed_gather_seconds", lambda: _at_least_0(end.seconds_since(needed)))
 
 
 def _at_least_0(seconds: float | None) -> float | None:

@@ -162,6 +162,16 @@ def _wait_for_unshard(group: Any, gather: CountedGather) -> None:
     type(group).wait_for_unshard(group)
 
 
+def gather_beside_computing(module: nn.Module) -> None:
+    """Let a sharded module be gathered while a CPU computes.
+
+    An accelerator has streams for that. On a CPU, FSDP2 would keep the thread that computes waiting, also for what is
+    gathered ahead.
+    """
+    for group in param_groups(module):
+        group.unshard_async_op = group.unshard_async_op or group.device.type == "cpu"
+
+
 def gathered_params(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameters of a sharded module's group, those that were gathered at least once."""
     return [p for group in param_groups(module) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]

@@ -34,7 +34,7 @@ class StepReport:
         reloaded_bytes: bytes of entry activations brought back for recomputation.
         host_bytes: most bytes of host memory held for activations, buffers that wait to be used again included.
         exposed_copy_seconds: how long the compute stream stood still for copies to and from the host; 0 on a CPU.
-        exposed_gather_seconds: how long the compute stream stood still for all-gathers; on a CPU, time spent in them.
+        exposed_gather_seconds: how long the compute stream, or a CPU, stood still for all-gathers.
     """
 
     all_gathers: int = 0

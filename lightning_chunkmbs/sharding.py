@@ -34,6 +34,7 @@ from .fsdp2 import (
     follow_shards,
     fsdp_module,
     fsdp_state,
+    gather_beside_computing,
     gathered_params,
     in_backward,
     is_unsharded,
@@ -82,6 +83,7 @@ class ShardedModel:
         for module in (root, *self.further, *nested, *self.blocks):
             take_hooks_off(module)
             count_collectives(module, counter)
+            gather_beside_computing(module)
         for module in (*self.further, *nested):
             keep_casts(module)
         for block in self.blocks:

@@ -101,19 +101,20 @@ class _Delayed(dist.Work):
 
     def __init__(self, timeline: Timeline, name: str, output: Tensor, work: dist.Work, received: Tensor) -> None:
         super().__init__()
-        self._finish = (timeline, name, output, work, received)
+        self._waiting = [(timeline, name, output, work, received)]
 
     def wait(self, *_: Any) -> bool:
-        timeline, name, output, work, received = self._finish
-        timeline.wait(name)
-        work.wait()
-        output.copy_(received)
+        while self._waiting:
+            timeline, name, output, work, received = self._waiting.pop()
+            timeline.wait(name)
+            work.wait()
+            output.copy_(received)
         return True
 
 
 @contextmanager
 def delayed(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
-    """As :func:`recorded`, on a process group whose all-gathers return at once and take their time.
+    """As :func:`recorded`, on a process group whose all-gathers take their time, and return at once where asked to.
 
     Which group is gathered is told by what it sends, for torch.distributed knows no modules.
     """
@@ -121,13 +122,17 @@ def delayed(net: nn.Module, blocks: type[nn.Module]) -> Iterator[Timeline]:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     original = getattr(dist, name)
 
-    def gather(output: Tensor, sent: Tensor, group: Any, async_op: bool) -> dist.Work:
+    def gather(output: Tensor, sent: Tensor, group: Any, async_op: bool) -> dist.Work | None:
         timeline.gather(group_name := _sender(net, sent))
         received, sent = torch.empty_like(output), sent.clone()  # which may be a part of the output
         output.fill_(torch.nan)
-        return _Delayed(timeline, group_name, output, original(received, sent, group=group, async_op=True), received)
+        work = _Delayed(timeline, group_name, output, original(received, sent, group=group, async_op=True), received)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
-    def by_name(*args: Any, **kwargs: Any) -> dist.Work:
+    def by_name(*args: Any, **kwargs: Any) -> dist.Work | None:
         tensors = [*args, *(kwargs[k] for k in ("output_tensor", "input_tensor") if k in kwargs)]
         return gather(*tensors, kwargs["group"], kwargs["async_op"])
 
