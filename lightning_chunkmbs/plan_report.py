@@ -65,7 +65,7 @@ def _verdict(planner: Planner, planned: Planned) -> str:
 
 def assumptions(planner: Planner, hardware: Hardware) -> list[str]:
     """Return what the numbers rest on, one sentence each."""
-    beside = "beside computation" if hardware.overlap else "and computation one after the other"
+    beside = "beside computation" if hardware.overlap else "after computation, but for our gathers ahead"
     lines = [
         f"{100 * hardware.headroom:.0f} % of the memory is left to allocator, kernels' scratch memory and libraries",
         "activations are those of the CPU's kernels: attention keeps no scores",

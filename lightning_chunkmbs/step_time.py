@@ -1,11 +1,12 @@
 """Time of an optimizer step by arithmetic: stock gradient accumulation, and the same samples under ChunkMBS.
 
 [Note: how time adds up]
-What gathers and reduces is the link of a rank; what computes is the device. With ``overlap`` a block takes the longer
-of both, since one group is gathered ahead while another computes; without (gloo on a CPU, whose processes compute and
-communicate with the same cores) it takes the sum. Stock gathers each block for forward and for backward of every
-micro-batch and reduces it in every micro-batch; ChunkMBS does each once per pass. Backward computes three forwards:
-recomputation, gradients of inputs and gradients of parameters.
+What gathers and reduces is the link of a rank; what computes is the device. One group is gathered ahead: while a block
+computes, the link gathers the one that follows and, in backward, reduces the one before, and the longer of both counts.
+Nothing computes beside the first gather and the last reduction of a pass. Without ``overlap`` (gloo on a CPU) FSDP2
+waits for every collective; there ChunkMBS gathers beside computation all the same, and waits for reductions. Stock
+gathers each block for forward and for backward of every micro-batch and reduces it in every micro-batch; ChunkMBS does
+each once per pass. Backward computes three forwards: recomputation, gradients of inputs and gradients of parameters.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def predict(
         latency_seconds: what a collective costs whatever its size.
         pcie_bytes_per_second: bytes copied between device and host in a second, each way; None: no time.
         passes: passes that ChunkMBS takes (more than one with ``max_lockstep``).
-        overlap: communication goes on beside computation; see [Note: how time adds up].
+        overlap: all communication goes on beside computation; see [Note: how time adds up].
 
     Returns:
         The step's time in seconds. A collective of a group with B bytes takes ``latency + B * (ranks - 1) / ranks /
@@ -107,22 +108,23 @@ def predict(
     def collective(nbytes: float) -> float:
         return (latency_seconds + nbytes * (ranks - 1) / ranks / link_bytes_per_second) if nbytes and ranks > 1 else 0.0
 
-    def one_pass(together: float, pcie: float | None) -> tuple[float, float]:
+    def one_pass(together: float, pcie: float | None, *, gathers_ahead: bool) -> tuple[float, float]:
         """Seconds of a pass over ``together`` micro-batches, and those in which the link is busy."""
-        gather, reduce = collective(kept_gathered_bytes), collective(kept_reduced_bytes)
+        computes = [block.forward_seconds * together for block in blocks]
+        copies = [block.offloaded_bytes * together / pcie if pcie else 0.0 for block in blocks]
+        gathers = [collective(block.gathered_bytes) for block in blocks]
+        reduces = [collective(block.reduced_bytes) for block in blocks]
+        forward = _passed(computes, copies, gathers, [0.0] * len(blocks), gathers_ahead, overlap)
+        backward = [BACKWARD * c for c in computes]
+        reverse = (x[::-1] for x in (backward, copies, gathers, reduces))
         # Nothing computes beside the gather of the root group, nor beside its reduction.
-        seconds, busy = gather + reduce + (1 + BACKWARD - 1) * outside_seconds * together, gather + reduce
-        for block in blocks:
-            compute = block.forward_seconds * together
-            host = block.offloaded_bytes * together / pcie if pcie else 0.0
-            gather, reduce = collective(block.gathered_bytes), collective(block.reduced_bytes)
-            for work, link in ((compute, gather), (BACKWARD * compute, gather + reduce)):
-                seconds += max(work, link, host) if overlap else work + link + host
-                busy += link
-        return seconds, busy
+        kept = collective(kept_gathered_bytes) + collective(kept_reduced_bytes)
+        outside = BACKWARD * outside_seconds * together
+        seconds = kept + outside + forward + _passed(*reverse, gathers_ahead, overlap)
+        return seconds, kept + 2 * sum(gathers) + sum(reduces)
 
-    stock, stock_busy = one_pass(1, None)
-    ours, our_busy = one_pass(micro_batches / passes, pcie_bytes_per_second)
+    stock, stock_busy = one_pass(1, None, gathers_ahead=overlap)
+    ours, our_busy = one_pass(micro_batches / passes, pcie_bytes_per_second, gathers_ahead=True)
     in_blocks = sum(block.forward_seconds for block in blocks) * (1 + BACKWARD)
     return StepTime(
         stock=micro_batches * stock,
@@ -131,6 +133,23 @@ def predict(
         stock_communication=micro_batches * stock_busy,
         chunkmbs_communication=passes * our_busy,
     )
+
+
+def _passed(
+    computes: list[float],
+    copies: list[float],
+    gathers: list[float],
+    reduces: list[float],
+    gathers_ahead: bool,
+    reduces_beside: bool,
+) -> float:
+    """Return the seconds of blocks one after the other, each given by its own seconds of each kind."""
+    if not gathers_ahead:
+        return sum(computes) + sum(copies) + sum(gathers) + sum(reduces)
+    following, before = [*gathers[1:], 0.0], [0.0, *reduces[:-1]]
+    beside = following if not reduces_beside else [g + r for g, r in zip(following, before, strict=True)]
+    exposed = sum(gathers[:1]) + sum(reduces[-1:] if reduces_beside else reduces)
+    return exposed + sum(map(max, computes, copies, beside))
 
 
 def _check(**numbers: float) -> None:

@@ -59,10 +59,13 @@ def speed_up(row: dict[str, Any], name: str = OURS) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the results as Markdown: seconds per step (MB that a node sends), and stock's time over ours."""
     names = list(rows[0]["variants"])
-    lines = ["| Gbit/s | N | " + " | ".join(names) + " | stock / ours | bound |", "|---" * (len(names) + 4) + "|"]
+    lines = [
+        "| Gbit/s | N | " + " | ".join(names) + " | stock / ours | predicted | bound |",
+        "|---" * (len(names) + 5) + "|",
+    ]
     for row in sorted(rows, key=lambda row: (row["gbit"], row["n"])):
         cells = [f"{v['ms'] / 1e3:.2f} ({v['sent_MB']:.0f})" for v in row["variants"].values()]
-        ends = [f"{speed_up(row):.2f}", f"{bound(row):.2f}"]
+        ends = [f"{ratio:.2f}" for ratio in (speed_up(row), row["predicted"], bound(row))]
         lines.append(f"| {row['gbit']:g} | {row['n']} | " + " | ".join(cells + ends) + " |")
     return "\n".join(lines)
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from examples.benchmarks.accumulation.run import FLOOR
 from examples.benchmarks.two_nodes import sent_bytes, shaping
-from examples.benchmarks.variants import VARIANTS, ComputeFloor
+from examples.benchmarks.variants import VARIANTS, ComputeFloor, build
+from lightning_chunkmbs.step_time import BlockWork, predict
 
 # Streaming moves no other bytes over the link.
 NAMES = [name for name in VARIANTS if "streaming" not in name]
@@ -51,14 +52,46 @@ def settled_bytes() -> int:
     return sent_bytes()
 
 
-def gathered_gbit(megabytes: int = 8) -> float:
-    """Return at how many 10^9 bits per second a node sends in an all-gather of tensors of this size."""
-    part = torch.zeros(megabytes * 250_000)
+def gathered_gbit(nbytes: int, times: int = 8) -> float:
+    """Return at how many 10^9 bits per second a node sends in all-gathers of ``nbytes`` each."""
+    part = torch.zeros(nbytes // 4 // dist.get_world_size())
     whole = torch.empty(dist.get_world_size() * part.numel())
     dist.barrier()
     start = time.perf_counter()
-    dist.all_gather_into_tensor(whole, part)
-    return part.nbytes * 8e-9 / (time.perf_counter() - start)
+    for _ in range(times):
+        dist.all_gather_into_tensor(whole, part)
+    return times * part.nbytes * 8e-9 / (time.perf_counter() - start)
+
+
+def block_bytes(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the bytes of a block's parameters, and of those outside blocks."""
+    net = build(options)
+    block, whole = (sum(p.nbytes for p in module.parameters()) for module in (net.blocks[0], net))
+    return block, whole - options.blocks * block
+
+
+def predicted(options: argparse.Namespace, n: int, gbit: float, floor: float) -> float:
+    """Return stock's step time over ours as the planner's arithmetic has it.
+
+    Args:
+        options: the model's sizes.
+        n: micro-batches.
+        gbit: 10^9 bits per second that a node sends in a collective.
+        floor: seconds that they take to compute.
+    """
+    block, kept = block_bytes(options)
+    # A forward pass is a quarter of what a block computes. gloo all-reduces for a reduce-scatter: twice the bytes.
+    work = BlockWork(forward_seconds=floor / n / options.blocks / 4, gathered_bytes=block, reduced_bytes=2 * block)
+    time = predict(
+        [work] * options.blocks,
+        micro_batches=n,
+        ranks=options.devices,
+        link_bytes_per_second=gbit * 1e9 / 8,
+        kept_gathered_bytes=kept,
+        kept_reduced_bytes=2 * kept,
+        overlap=False,
+    )
+    return 1 / time.ratio
 
 
 def measure(options: argparse.Namespace, runs: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -89,7 +122,9 @@ def main() -> None:
             run(1)  # warms up; the first one starts the process group
         for gbit in options.gbit:
             limit(gbit)
-            rows.append({"n": n, "gbit": gbit, "all_gather_gbit": gathered_gbit(), "variants": measure(options, runs)})
+            reached, found = gathered_gbit(block_bytes(options)[0]), measure(options, runs)
+            ratio = predicted(options, n, reached, found[FLOOR]["ms"] / 1e3)
+            rows.append({"n": n, "gbit": gbit, "all_gather_gbit": reached, "predicted": ratio, "variants": found})
             if dist.get_rank() == 0:
                 print(f"N = {n} at {gbit} Gbit/s is done", flush=True)
         limit(None)
