@@ -28,6 +28,8 @@ LENGTH = 24
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3},
     "gpt2": {"n_embd": 64, "n_layer": 3},
+    "vit": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 3},
 }
 
 
@@ -97,6 +99,7 @@ def predicted(name: str, size: int, n: int, chunk_mbs: int) -> StepBytes:
 
 
 CASES = [("quickstart", 8, 1, 1), ("llama", 4, 2, 2), ("gpt2", 8, 1, 8), ("gpt2", 8, 1, 1)]
+CASES += [("vit", 16, 2, 4), ("qwen3_moe", 4, 2, 2)]
 
 
 @pytest.mark.parametrize(("name", "size", "n", "chunk_mbs"), CASES)
