@@ -115,13 +115,12 @@ def predict(
         gathers = [collective(block.gathered_bytes) for block in blocks]
         reduces = [collective(block.reduced_bytes) for block in blocks]
         forward = _passed(computes, copies, gathers, [0.0] * len(blocks), gathers_ahead, overlap)
-        backward = [BACKWARD * c for c in computes]
-        reverse = (x[::-1] for x in (backward, copies, gathers, reduces))
+        again = [BACKWARD * c for c in computes[::-1]]
+        backward = _passed(again, copies[::-1], gathers[::-1], reduces[::-1], gathers_ahead, overlap)
         # Nothing computes beside the gather of the root group, nor beside its reduction.
         kept = collective(kept_gathered_bytes) + collective(kept_reduced_bytes)
         outside = BACKWARD * outside_seconds * together
-        seconds = kept + outside + forward + _passed(*reverse, gathers_ahead, overlap)
-        return seconds, kept + 2 * sum(gathers) + sum(reduces)
+        return kept + outside + forward + backward, kept + 2 * sum(gathers) + sum(reduces)
 
     stock, stock_busy = one_pass(1, None, gathers_ahead=overlap)
     ours, our_busy = one_pass(micro_batches / passes, pcie_bytes_per_second, gathers_ahead=True)
