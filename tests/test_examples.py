@@ -135,16 +135,13 @@ def test_results_go_to_json_picture_and_readme(tmp_path: Path) -> None:
 
 
 def test_the_timeline_shows_gathers_chunks_and_reductions(tmp_path: Path) -> None:
-    names = ["FSDP::all_gather (net.blocks.1)", "ChunkMBS::block (net.blocks.1) chunk 2/2", "aten::add"]
-    names += [
-        "ChunkMBS::block (net.blocks.1) chunk 2/2, recomputed",
-        "FSDP::post_backward_reduce",
-        "FSDP::all_gather_copy_out",
-    ]
+    names = ["FSDP::all_gather (net.blocks.1)", "gloo:all_gather", "ChunkMBS::block (net.blocks.1) chunk 2/2"]
+    names += ["aten::add", "ChunkMBS::block (net.blocks.1) chunk 2/2, recomputed", "FSDP::post_backward_reduce"]
+    names += ["FSDP::all_gather_copy_out"]
     events = [{"ph": "X", "name": name, "ts": 1000.0 * i, "dur": 500.0} for i, name in enumerate(names)]
     found = timeline.ranges({"traceEvents": events})
     assert [(r.kind, r.row, r.start) for r in found] == [
-        ("gather", "block 1", 0.0),
+        ("gather", "block 1", 0.0),  # where it is carried out
         ("chunk", "block 1", 1.0),
         ("recomputed chunk", "block 1", 3.0),
         ("reduce", "root", 4.0),

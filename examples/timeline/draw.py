@@ -78,7 +78,13 @@ def train(options: argparse.Namespace) -> torch.profiler.profile:
 def ranges(trace: dict[str, Any]) -> list[Range]:
     """Return what a Chrome trace shows of chunks and of FSDP2's collectives, in order."""
     events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: e["ts"])
-    found = [Range(*named, e["ts"] / 1e3, e["dur"] / 1e3) for e in events if (named := _named(e["name"]))]
+    transfers = iter([e for e in events if e["name"] == "gloo:all_gather"])
+    found = []
+    for event in events:
+        if named := _named(event["name"]):
+            # FSDP2's range is where it asks for a gather; gloo's threads bring it in that order.
+            event = next(transfers) if named[0] == "gather" else event
+            found.append(Range(*named, event["ts"] / 1e3, event["dur"] / 1e3))
     start = found[0].start
     return [r._replace(start=r.start - start) for r in found]
 
