@@ -45,6 +45,7 @@ class CausalLM(LightningModule):
             max_position_embeddings=1024,
             bos_token_id=None,
             eos_token_id=None,
+            use_cache=False,  # in training; generate asks for one
         )
         self.model = Qwen3ForCausalLM(config)
         self.perplexity = Perplexity()
@@ -73,7 +74,8 @@ class CausalLM(LightningModule):
     def continue_text(self, prompt: str, length: int) -> str:
         """Sample ``length`` bytes after ``prompt``."""
         tokens = torch.tensor([list(prompt.encode())], device=self.device)
+        mask = torch.ones_like(tokens)
         written = self.model.generate(
-            tokens, max_new_tokens=length, do_sample=True, attention_mask=torch.ones_like(tokens)
+            tokens, max_new_tokens=length, do_sample=True, attention_mask=mask, use_cache=True
         )
         return bytes(written[0].tolist()).decode(errors="replace")
