@@ -213,11 +213,15 @@ class StepMemory:
 
     @property
     def _waiting(self) -> int:
-        """Bytes that wait for backward, all but those of the chunk that is recomputed first."""
+        """Bytes that wait for backward."""
         entries = self.micro_batches * sum(b.entry for b in self.blocks if b.offloaded)
-        last = self.blocks[-1]
-        streamed = 2 * self.micro_batches * max(b.exit for b in self.blocks) if self.streams else 0
-        return max(0, entries - (last.entry // last.chunks if last.offloaded else 0)) + streamed
+        if self.streams:
+            # The output of the last block and its gradient; of a micro-batch alone it goes before its gradient comes.
+            last = 1 if self.micro_batches == 1 else 2 * self.micro_batches
+            return entries + last * max(b.exit for b in self.blocks)
+        # The chunk that is recomputed first stays on the device.
+        first = self.blocks[-1]
+        return max(0, entries - (first.entry // first.chunks if first.offloaded else 0))
 
     @property
     def _overflow(self) -> int:

@@ -53,10 +53,15 @@ class Quickstart(CausalLM):
 
 
 def module_of(name: str) -> LightningModule:
-    return Quickstart() if name == "quickstart" else Trained(model_zoo.build(name, **SIZES[name]))
+    return Quickstart() if name == "quickstart" else Trained(model_zoo.build(_model(name), **SIZES[_model(name)]))
 
 
 def strategy_of(name: str, chunk_mbs: int) -> ChunkMBSStrategy:
+    if name == "llama, streaming":
+        arguments = model_zoo.init_args("llama")
+        plan = arguments["chunkmbs_plan"] | {"chunk_mbs": chunk_mbs}
+        offload = {"apply_modules": plan["apply_modules"], "stream_hidden_states": True}
+        return ChunkMBSStrategy(**arguments | {"chunkmbs_plan": plan, "activation_offload_plan": offload})
     if name != "quickstart":
         return model_zoo.strategy(name, chunk_mbs=chunk_mbs)
     kwargs = ["position_embeddings", "position_ids", "attention_mask"]
@@ -67,7 +72,11 @@ def strategy_of(name: str, chunk_mbs: int) -> ChunkMBSStrategy:
 def batch_of(name: str, size: int, seed: int) -> Any:
     if name == "quickstart":
         return torch.randint(256, (size, 128), dtype=torch.uint8)
-    return model_zoo.batch(name, size, LENGTH, seed)
+    return model_zoo.batch(_model(name), size, LENGTH, seed)
+
+
+def _model(name: str) -> str:
+    return name.partition(",")[0]
 
 
 def tracked(name: str, size: int, n: int, chunk_mbs: int) -> tuple[int, int, int]:
@@ -99,7 +108,8 @@ def predicted(name: str, size: int, n: int, chunk_mbs: int) -> StepBytes:
 
 
 CASES = [("quickstart", 8, 1, 1), ("llama", 4, 2, 2), ("gpt2", 8, 1, 8), ("gpt2", 8, 1, 1)]
-CASES += [("vit", 16, 2, 4), ("qwen3_moe", 4, 2, 2)]
+CASES += [("vit", 16, 2, 4), ("qwen3_moe", 4, 2, 2), ("llama, streaming", 4, 1, 1)]
+CASES += [("llama, streaming", 4, 3, 2)]
 
 
 @pytest.mark.parametrize(("name", "size", "n", "chunk_mbs"), CASES)
