@@ -109,7 +109,8 @@ def check_tensor_parallel_size(size: object) -> None:
 
 def _set_timeout(mesh: DeviceMesh, timeout: timedelta | None) -> None:
     """Give the groups of parts of the ranks the timeout that the group of all has; torch gives them its default."""
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it the default stays
+    private = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # up to torch 2.13; without it the default stays
+    set_timeout = getattr(dist, "set_timeout", private)
     if timeout is None or set_timeout is None:
         return
     for group in mesh.get_all_groups():
