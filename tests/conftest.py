@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: each collection after a test would look through all of it
 
 
 def pytest_sessionfinish() -> None:

@@ -1,4 +1,4 @@
-"""What each process of two nodes runs: ``python -m tests.node_job '{"out": ..., ...}'``."""
+"""What each process of two nodes runs: ``python -m tests.node_job '{"out": ..., ...}'``; of several jobs, in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Job:
     replicas: int = 1
     timeout: int = 200  # of the process group, in seconds
     hold: bool = False  # wait in the middle until there is a file "go"
+    second_environment: dict[str, str] = field(default_factory=dict)  # of the second node alone
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -121,6 +122,22 @@ def main(job: Job) -> None:
     torch.save(module.result(), Path(job.out) / f"rank-{trainer.global_rank}.pt")
 
 
+def in_turn(jobs: list[Job], node: str) -> None:
+    """Each in a fork of this process, since imports take longer than a job; writes to `log-NODE` and `status-NODE`."""
+    for job in jobs:
+        process = os.fork()
+        if not process:
+            with open(Path(job.out) / f"log-{node}", "wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.environ.update(job.second_environment if node == "1" else {})
+            main(job)
+            return
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        (Path(job.out) / f"status-{node}").write_text(str(status))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Job(**json.loads(sys.argv[1])))
+    jobs = [Job(**json.loads(text)) for text in sys.argv[1:]]
+    main(*jobs) if len(jobs) == 1 else in_turn(jobs, os.environ["NODE_RANK"])

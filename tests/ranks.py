@@ -1,7 +1,7 @@
 """Started ranks, shared by all tests of a run.
 
-Starting a rank costs seconds (torch, lightning, a process group), the test itself milliseconds. So a pool of processes
-per world size is started when first asked for and given one task after another::
+Starting a rank takes long (torch, lightning, a process group), the test itself milliseconds. So a pool of processes per
+world size is forked, when first asked for, from one that has imported torch, and given one task after another::
 
     def losses(lr):                          # in a test module, at module level: ranks import it by name
         trainer = Trainer(accelerator="cpu", devices=2, strategy=ChunkMBSStrategy(...))
@@ -17,13 +17,13 @@ In a rank the default gloo group exists and the environment is torchrun's, so Li
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
 import random
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -41,12 +41,13 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives import count_collectives as count_collectives  # wanted by most who want ranks
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT = 180  # seconds to import torch and lightning on a busy machine
+START_TIMEOUT = 180  # seconds to be forked and to join the group on a busy machine
 COLLECTIVE_TIMEOUT = 60  # seconds before gloo gives up by itself
 GRACE = 5.0  # seconds the other ranks get to answer once one has raised
-MAX_POOLS = 2  # alive at a time; a rank holds some hundred MB
+MAX_POOLS = 2  # alive at a time; a rank that has trained holds some hundred MB
 
 
 class RankFailure(AssertionError):
@@ -100,10 +101,14 @@ def stop_all() -> None:
     """End every rank."""
     while _pools:
         _pools.popitem()[1].kill()
+    if _nursery.cache_info().currsize:
+        _nursery().end()
+        _nursery.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------- the side of the tests
 
+_nursery = functools.cache(Nursery)
 _pools: "OrderedDict[int, Pool]" = OrderedDict()  # least recently used first
 atexit.register(stop_all)
 
@@ -112,8 +117,9 @@ class Pool:
     """``world_size`` processes that wait for tasks, each on a pipe of its own."""
 
     def __init__(self, world_size: int) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[int] = []
         self.pipes: list[Connection] = []
+        self._statuses: dict[int, int] = {}  # of the ranks that have ended
         self._logs = [tempfile.TemporaryFile() for _ in range(world_size)]  # noqa: SIM115  (closed by kill)
         self._log_starts = [0] * world_size
         # Hosting the store here lets the system choose the port: none is guessed that another process may take.
@@ -125,16 +131,8 @@ class Pool:
     def _start(self, rank: int, world_size: int) -> None:
         ours, theirs = Pipe()
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
-                cwd=ROOT,
-                env=_inherited() | _rank_environment(rank, world_size, self._store.port),
-                stdin=subprocess.DEVNULL,
-                stdout=self._logs[rank],
-                stderr=self._logs[rank],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt is for the tests; kill() reaches a rank's own children too
-            )
+            environment = _inherited() | _rank_environment(rank, world_size, self._store.port)
+            process = _nursery().start(environment, theirs.fileno(), self._logs[rank].fileno())
         self.processes.append(process)
         self.pipes.append(ours)
 
@@ -181,14 +179,14 @@ class Pool:
         try:
             answer = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            return Missing(f"died (exit status {self.processes[rank].wait()}):\n{self.output(rank)}")
+            return Missing(f"died (exit status {self._ended(rank)}):\n{self.output(rank)}")
         if isinstance(answer, Raised):
             return answer._replace(traceback=f"{answer.traceback}\n{self.output(rank)}")
         return answer
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
-            self.processes[rank].send_signal(signal.SIGUSR1)
+            os.kill(self.processes[rank], signal.SIGUSR1)
         end = time.monotonic() + 20  # a rank on a busy machine takes a while to write
         while time.monotonic() < end and any("most recent call first" not in self.output(r, 400) for r in ranks):
             time.sleep(0.05)
@@ -202,11 +200,16 @@ class Pool:
         written = os.pread(log, 100_000, start)
         return "\n".join(written.decode(errors="replace").splitlines()[-lines:])
 
+    def _ended(self, rank: int) -> int:
+        if rank not in self._statuses:
+            self._statuses[rank] = _nursery().wait(self.processes[rank])
+        return self._statuses[rank]
+
     def kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:  # else its id may be another's by now
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        for rank, process in enumerate(self.processes):
+            if rank not in self._statuses:  # else its id may be another's by now
+                os.killpg(process, signal.SIGKILL)
+                self._ended(rank)
         for file in [*self.pipes, *self._logs]:
             file.close()
 
@@ -283,7 +286,6 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "POSSIBLE_USER_WARNINGS": "off",  # Lightning's advice about workers and the like
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "RANKS_PARENT": str(os.getpid()),
     }
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name need not resolve
@@ -292,7 +294,7 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _die_with_parent() -> None:
     """A rank that hangs does not see its pipe close when the tests are killed, so a thread looks."""
-    parent = int(os.environ["RANKS_PARENT"])
+    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -302,7 +304,8 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _serve(pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Be a rank, of the group and number that the environment says, until the tests close ``pipe``."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _die_with_parent()
     # The groups that tests make stay, with their sockets: cached meshes and DTensor plans refer to them by name.
@@ -317,8 +320,13 @@ def _serve(pipe: Connection) -> None:
 
     leftovers.watch()
     environment = dict(os.environ)
+    modules = 0
     pipe.send_bytes(pickle.dumps(Returned("ready")))
     while True:
+        if modules != len(sys.modules):
+            # What was imported stays: looking through it after each task would take longer than most tasks.
+            modules = len(sys.modules)
+            gc.freeze()
         try:
             message = pipe.recv_bytes()
         except EOFError:
@@ -356,10 +364,3 @@ def _answer(message: bytes) -> bytes:
         return answer
     except BaseException as error:  # a SystemExit or pytest's own outcomes are answers too
         return pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    # By its real name, so that answers unpickle as the classes the tests know.
-    from tests.ranks import _serve as serve
-
-    serve(Connection(int(sys.argv[1])))

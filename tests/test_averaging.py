@@ -38,6 +38,7 @@ CLOSE = 2e-6
 WINDOW = 2
 SAMPLES = 48  # three windows of two ranks
 DECAY = 0.7
+FORMATS = pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "full"])
 
 
 class Mixed(Toy):
@@ -253,38 +254,52 @@ def all_state(module, averaging):
     return state | {f"trained {name}": full(t) for name, t in averaging._trained.items()}
 
 
-def resumed(distributed, precision, at, folder):
+def resumed(distributed, precision, folder):
     options = {"precision": precision, "max_epochs": 3}
-    saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    strategy = strategy_for(precision, distributed)
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=6)
     whole, averaging = build(Mixed), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
-    trainer = fit(whole, averaging, strategy, callbacks=[saving], enable_checkpointing=True, **options)
-    if at == "end":
-        trainer.save_checkpoint(Path(folder, "end.ckpt"))
-    path = Path(folder, f"{at}.ckpt")
+    fit(
+        whole, averaging, strategy_for(precision, distributed), callbacks=[saving], enable_checkpointing=True, **options
+    )
+    path = Path(folder, "step=6.ckpt")
     assert path.is_dir() == distributed
 
     torch.manual_seed(123)
     second, again = Mixed(), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
-    strategy = strategy_for(precision, distributed)
-    if at == "end":  # three epochs more
-        third, further = build(Mixed), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
-        fit(third, further, strategy_for(precision), **options | {"max_epochs": 6})
-        fit(second, again, strategy, str(path), **options | {"max_epochs": 6})
-        assert apart(all_state(second, again), all_state(third, further)) == 0
-        assert second.scores == third.scores[len(whole.scores) :]
-        return
-    fit(second, again, strategy, str(path), **options)
+    fit(second, again, strategy_for(precision, distributed), str(path), **options)
     assert apart(all_state(second, again), all_state(whole, averaging)) == 0
     assert second.scores == whole.scores[-len(second.scores) :]
     assert again._updates == averaging._updates
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "full"])
-@pytest.mark.parametrize("at", ["step=6", "end"])
-def test_a_resumed_run_equals_the_uninterrupted_one(distributed, precision, at, tmp_path):
-    run_on_ranks(2, resumed, distributed, precision, at, str(tmp_path))
+@FORMATS
+def test_a_resumed_run_equals_the_uninterrupted_one(distributed, precision, tmp_path):
+    run_on_ranks(2, resumed, distributed, precision, str(tmp_path))
+
+
+def resumed_after_the_end(distributed, precision, folder):
+    options = {"precision": precision, "max_epochs": 1}
+    whole, averaging = build(Mixed), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
+    trainer = fit(whole, averaging, strategy_for(precision, distributed), **options)
+    path = Path(folder, "end.ckpt")
+    trainer.save_checkpoint(path)
+    assert path.is_dir() == distributed
+
+    torch.manual_seed(123)
+    second, again = Mixed(), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
+    third, further = build(Mixed), ShardedWeightAveraging(DECAY, update_starting_at_step=1)
+    fit(third, further, strategy_for(precision), **options | {"max_epochs": 2})
+    fit(second, again, strategy_for(precision, distributed), str(path), **options | {"max_epochs": 2})
+    assert apart(all_state(second, again), all_state(third, further)) == 0
+    assert len(second.scores) == len(whole.scores) > 0
+    assert second.scores == third.scores[len(whole.scores) :]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@FORMATS
+def test_a_run_that_goes_on_after_its_end_equals_a_longer_one(distributed, precision, tmp_path):
+    run_on_ranks(2, resumed_after_the_end, distributed, precision, str(tmp_path))
 
 
 def saved_by_two(distributed, folder):
@@ -324,7 +339,7 @@ def loaded_by_one(path, expected):
     assert averaging._updates == 3 + 12
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "full"])
+@FORMATS
 def test_averages_are_loaded_on_another_number_of_ranks_and_by_tests(distributed, tmp_path):
     expected, _ = run_on_ranks(2, saved_by_two, distributed, str(tmp_path))
     run_on_ranks(1, loaded_by_one, str(tmp_path / "two.ckpt"), expected)

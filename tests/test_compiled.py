@@ -95,8 +95,7 @@ def uneven(kind, towers, max_lockstep, folder):
 @pytest.mark.parametrize(
     ("kind", "towers", "max_lockstep", "gathers", "idle"),
     [
-        (ScaledBlocks, ["net.layers.{*}"], 4, 7, [False, False]),
-        (ScaledBlocks, ["net.layers.{*}"], 3, 14, [False, False]),
+        (ScaledBlocks, ["net.layers.{*}"], 3, 14, [False, False]),  # two passes
         (Images, ["net.tower.{*}", "net.layers.{*}"], 4, 11, [False, True]),
     ],
 )

@@ -94,10 +94,10 @@ def test_the_stock_strategy_continues_from_everything_in_one_file(tmp_path):
 
 def test_one_line_gives_the_weights_of_a_plain_module(tmp_path):
     expected = inner(run_on_ranks(2, saved_both, Toy, str(tmp_path))[0])
-    for checkpoint in ("sharded.ckpt", "whole.ckpt"):
-        file = tmp_path / f"{checkpoint}.pt"
-        done = command(tmp_path / checkpoint, file, "--weights-of", "model")
-        assert done.returncode == 0, done.stderr
+    done = command(tmp_path / "sharded.ckpt", tmp_path / "sharded.pt", "--weights-of", "model")
+    assert done.returncode == 0, done.stderr
+    consolidate(tmp_path / "whole.ckpt", tmp_path / "whole.pt", weights_of="model")
+    for file in (tmp_path / "sharded.pt", tmp_path / "whole.pt"):
         net = Net()
         net.load_state_dict(torch.load(file, weights_only=True), strict=True)
         assert apart(dict(net.state_dict()), expected) == 0

@@ -81,9 +81,10 @@ def compiled(mesh, folder):
         mine = own_part(mesh, data)
         clip_and_resume(Scaled, data, mine, lambda: strategy_of(mesh, fsdp_plan=COMPILED), 4, f"{folder}/checkpoint")
         assert counters["stats"]["unique_graphs"] == graphs
-        window(mesh, Scaled, COMPILED, EVEN, precision="bf16-mixed")
         window(mesh, Scaled, COMPILED, TOGETHER)
-    assert counters["stats"]["unique_graphs"] > graphs, "nothing is compiled for another precision"
+        if mesh == "tensor parallel":  # test_compiled.py has this precision without it
+            window(mesh, Scaled, COMPILED, EVEN, precision="bf16-mixed")
+            assert counters["stats"]["unique_graphs"] > graphs, "nothing is compiled for another precision"
     assert not counters["graph_break"]
 
 
