@@ -255,7 +255,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
         # After the batch and its number comes that of its loader, if there are several.
         loader = self._module.trainer.state.stage, self._module.current_epoch, args[2:]
         self._ready_model.check_batch((args, kwargs), loader)
-        self.even_data.before_evaluation_batch()
+        self.even_data.before_evaluation_batch(args[1:])
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 
