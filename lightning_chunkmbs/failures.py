@@ -20,7 +20,7 @@ import torch.distributed as dist
 _GRACE = 10.0  # seconds in which other ranks notice the same failure
 _ANSWER = 5.0  # seconds more that the store may take
 _UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
-_TERMINATED = "it was sent SIGTERM, and Lightning then waits until all ranks are. Send it to all of them."
+_TERMINATED = "it was sent SIGTERM, and Lightning's handler waited for ranks that did not get it at the same place."
 _SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of Lightning
 _SIGNS = ("gloo", "nccl", "hccl", "connection closed by peer", "connection reset", "broken pipe", "timed out")
 
