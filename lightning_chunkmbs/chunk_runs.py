@@ -120,8 +120,10 @@ def run_fitting(
 
     def run(chunks: list[Chunks]) -> tuple[list[OutputJoin], _Results]:
         joins = [OutputJoin(settings.name, c.sizes, c.dim, settings.cuts, settings.stream) for c in chunks]
-        return joins, _run_chunks(settings, calls, chunks, joins, tied)
+        with settings.buffers.undone_if_failed() if may_retry else nullcontext():
+            return joins, _run_chunks(settings, calls, chunks, joins, tied)
 
+    may_retry = settings.rule is not None and settings.may_halve
     fitting = Fitting(settings.name, settings.rule, cut_again, may_halve=settings.may_halve)
     result = fitting.run([Chunks.of(cut) for cut in cuts], run)
     if fitting.rule is not None and fitting.rule is not settings.rule:

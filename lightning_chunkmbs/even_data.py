@@ -18,6 +18,7 @@ Touches the private parts of Lightning's loops, as ``window.py`` does.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -122,17 +123,23 @@ class EvenData:
             stacklevel=2,
         )
 
-    def before_evaluation_batch(self) -> None:
-        """With a loader without length: refuse an evaluation that ends here on some ranks only.
+    def before_evaluation_batch(self, place: Sequence[int]) -> None:
+        """With a loader without length: refuse an evaluation in which one ends here on some ranks only.
+
+        Args:
+            place: the batch's number in its loader, and its loader's if there are several; those that the step takes.
 
         Raises:
             ValueError: raised on every rank.
         """
         if not self._unsized or self._trainer.world_size == 1:
             return
-        ends = bool(self._trainer._active_loop.batch_progress.is_last_batch)
-        if self._some_rank(ends) and self._some_rank(not ends):
-            raise ValueError(f"An evaluation has as many batches on all ranks, and ends on some of them now. {_CURE}")
+        ends = int(self._trainer._active_loop.batch_progress.is_last_batch)
+        if not self._alike([ends, *place]):
+            raise ValueError(
+                f"In an evaluation every loader has as many batches on all ranks, and one ends on some of them now. "
+                f"{_CURE}"
+            )
 
     def _check_batches(self) -> None:
         everyone = self._gathered(self._trainer.num_training_batches)
@@ -152,10 +159,17 @@ class EvenData:
         return everyone
 
     def _some_rank(self, fact: bool) -> bool:
+        return self._least([-int(fact)]) == [-1]
+
+    def _alike(self, numbers: list[int]) -> bool:
+        least = self._least([*numbers, *(-number for number in numbers)])
+        return least[: len(numbers)] == [-greatest for greatest in least[len(numbers) :]]
+
+    def _least(self, numbers: list[int]) -> list[int]:
         if self._agree is None:
             self._agree = make_agree(range(self._trainer.world_size))
         self.rounds += 1
-        return self._agree([-int(fact)]) == [-1]
+        return self._agree(numbers)
 
 
 class ComparesData(ModelParallelStrategy):

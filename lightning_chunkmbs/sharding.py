@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .failures import is_communication_error
 from .fsdp2 import (
     clear_shard_gradients,
     count_collectives,
@@ -292,7 +293,12 @@ class ShardedModel:
         self._outside.close()
         self._lost = False
         self._reshard()
-        reset_pass(self.root)
+        try:
+            reset_pass(self.root)
+        except RuntimeError as error:
+            # It waits for what is under way with ranks that are lost. The error that tells why comes from the caller.
+            if not (failed and is_communication_error(error)):
+                raise
         if failed:
             self.prefetch.forget()
             for module in self._groups:

@@ -28,6 +28,7 @@ from .guards import single_step
 from .host_parameters import backend_for
 from .kept_ties import note_ties
 from .meshes import Meshes, check_tensor_parallel_size
+from .one_trainer import OneTrainer
 from .plans import ActivationOffloadPlan, ChunkMBSPlan, FSDPPlan, RecomputePlan
 from .precision import dtypes_for, precision_plugin_for, set_input_dtype, total_norm
 from .report import StepCounter, StepReport
@@ -37,7 +38,7 @@ from .window import MicroBatch, Window
 _APPLIED = "_chunkmbs_applied"
 
 
-class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
+class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
     """Trains with FSDP2 and runs the work of an optimizer step through each gathered block in micro-chunks.
 
     Each block named by the plans becomes an FSDP2 group, recomputed in backward from entry activations that wait in
@@ -255,7 +256,7 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
         # After the batch and its number comes that of its loader, if there are several.
         loader = self._module.trainer.state.stage, self._module.current_epoch, args[2:]
         self._ready_model.check_batch((args, kwargs), loader)
-        self.even_data.before_evaluation_batch()
+        self.even_data.before_evaluation_batch(args[1:])
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 
@@ -344,6 +345,4 @@ class ChunkMBSStrategy(ComparesData, CheckpointingStrategy):
         super().teardown()
 
 
-StrategyRegistry.register(
-    "chunkmbs", ChunkMBSStrategy, description="FSDP2 with one gather per pass for all micro-chunks of a step"
-)
+StrategyRegistry.register("chunkmbs", ChunkMBSStrategy, description="FSDP2, gathered once per pass for all chunks")

@@ -1,4 +1,4 @@
-"""One rank of a run that fails: ``python -m tests.failing_job raise|kill RANK``."""
+"""One rank of a run that fails: ``python -m tests.failing_job raise|kill|terminate|shape RANK``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.models import Stack, Trained, batches, chunked, fit
+from tests.models import WIDTH, Stack, Trained, batches, chunked, fit
 
 TIMEOUT = 60  # seconds of the process group
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 
 
 class Failing(Trained):
@@ -24,10 +25,13 @@ class Failing(Trained):
     who = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ends = batch_idx == 2 and dist.get_rank() == self.who
+        if ends and self.kind == "shape":
+            return self.net.layers[0](torch.ones(WIDTH)).sum()  # without the dimension that is cut
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 2 and dist.get_rank() == self.who:
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+        if ends and self.kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.kind])
+        if ends and self.kind == "raise":
             raise ArithmeticError("the cause")
         return loss
 
@@ -38,7 +42,9 @@ def main(kind: str, who: int) -> None:
     module.kind, module.who = kind, who
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", timeout=timeout)
-    fit(module, batches([2] * 8), chunked(1, timeout=timeout), accumulate_grad_batches=2)
+    fit(
+        module, batches([2] * 8), chunked(1, batch_dim=int(kind == "shape"), timeout=timeout), accumulate_grad_batches=2
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ROWS = [
         "monitor",
         "averaging",
         "even_data",
+        "one_trainer",
         "setup_checks",
         "plan_command",
         "cli",

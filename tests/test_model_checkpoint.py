@@ -140,7 +140,7 @@ def side_by_side(sharded, folder):
     return ours
 
 
-@pytest.mark.parametrize("sharded", [False], ids=["whole"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_every_option_does_what_it_does_with_stock(sharded, tmp_path):
     found = run_on_ranks(2, side_by_side, sharded, str(tmp_path))
     saved, chosen, validated, after, _, progress, steps = found[0]

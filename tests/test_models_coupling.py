@@ -7,9 +7,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lightning_chunkmbs.block import block_settings
+from lightning_chunkmbs.block_buffers import BlockBuffers
 from lightning_chunkmbs.checks import check_coupling
 from lightning_chunkmbs.report import Notices
-from tests.chunking import caught_warnings
+from tests.chunking import caught_warnings, leaf, make_twins
 from tests.models import Block, chunked
 from tests.one_window import accumulate, assert_close, build, micro_batches, train_window
 from tests.ranks import run_on_ranks
@@ -79,3 +81,19 @@ def test_routers_with_a_capacity_are_warned_about() -> None:
     assert "'encoder.layers.1.ffn.router' has expert_capacity" in message
     assert "other tokens are dropped" in message
     assert messages_of(layer=layers["encoder.layers.0"]) == []
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("chunk_mbs", [4, 2])
+def test_recomputation_does_not_write_running_statistics_again(norm, chunk_mbs):
+    twins = make_twins(nn.Sequential(nn.Conv1d(2, 2, 1), norm(2, track_running_stats=True)), chunk_mbs=chunk_mbs)
+    block_settings(twins.block).buffers = BlockBuffers(twins.block)
+    x, runs = leaf(4, 2, 5), []
+    twins.block[1].register_forward_pre_hook(lambda *_: runs.append(1))
+    with caught_warnings() as messages:
+        twins.block(x).square().sum().backward()
+    for part in reversed(x.detach().split(chunk_mbs)):
+        twins.plain(part)
+    assert len(runs) == 2 * (4 // chunk_mbs)
+    torch.testing.assert_close(dict(twins.block.named_buffers()), dict(twins.plain.named_buffers()))
+    assert any("writes its buffers" in message and "1.running_mean, 1.running_var" in message for message in messages)

@@ -154,6 +154,27 @@ def test_nodes_that_do_not_find_each_other_both_say_so(nodes, tmp_path):
             assert re.search(message, said.splitlines()[-1]), f"{what}\n{said}"
 
 
+WRONG_TORCHRUN = {
+    "node_rank": ({"node_rank": 0}, r"wait timeout after \d+ms, keys: .*role_info/0, .*role_info/1", "the same"),
+    "port": (
+        {"master_port": 29501},
+        r"waiting for clients. 1/2 clients joined",
+        r"timed out after \d+ms while trying to connect to \(10.77.0.1, 29501\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TORCHRUN)
+def test_torchruns_that_do_not_find_each_other_both_say_so(nodes, tmp_path, what):
+    options, first_message, second_message = WRONG_TORCHRUN[what]
+    arguments = ("-m", "tests.node_job", str(Job(out=str(tmp_path))))
+    limit = {"rdzv_conf": f"timeout={SHORT}"}
+    commands = [nodes.torchrun(node, *arguments, **limit, **(options if node else {})) for node in (0, 1)]
+    first, second = Launched(nodes, tmp_path, commands).errors()
+    assert re.search(first_message, first.splitlines()[-1]), first
+    assert re.search(first_message if second_message == "the same" else second_message, second.splitlines()[-1]), second
+
+
 def test_nothing_is_left_of_two_nodes():
     with TwoNodes() as nodes:
         command = ["sh", "-c", "setsid sleep 300 & echo here; sleep 300"]  # one of them leaves the group of the other

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_chunkmbs.block import block_settings
+from lightning_chunkmbs.block_buffers import BlockBuffers
 from tests.chunking import caught_warnings, leaf, make_twins
 from tests.models import chunked
 from tests.one_window import Windowed, accumulate, assert_close, build, micro_batches, train_window
 from tests.ranks import raises_on_ranks, run_on_ranks
-from tests.structure_models import Decoder
+from tests.structure_models import WIDTH, Decoder
 
 BLOCKS = len(Decoder().layers)
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -154,6 +156,76 @@ def test_ranks_that_share_layers_keep_their_chunks():
     [(kind, message)] = raises_on_ranks(1, not_halved)
     assert kind == "OutOfMemoryError"
     assert "net.layers.0 ran out of memory in forward. Write chunk_mbs: 2 in chunkmbs_plan" in message
+
+
+class Counting(Tight):
+    """Writes buffers as batch statistics are written, one of them in place of the old one; holds a table too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("table", torch.ones(3))
+        self.fails_at: tuple[int, int] | None = None  # the number of samples seen before, and of those in the chunk
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        samples, before = x.size(0), int(self.seen)
+        self.seen += samples
+        self.mean = self.mean + x.detach().flatten(0, -2).sum(0)
+        if self.fails_at == (before, samples):
+            self.tries += 1
+            raise self.error(TEXT)
+        return self.inner(x, *args, **kwargs)
+
+
+def counted(fails_at: tuple[int, int] | None, chunk_mbs: int, steps: int) -> Any:
+    net = build(Decoder)
+    for i, layer in enumerate(net.layers):
+        block = net.layers[i] = Counting(layer)
+        block.fails_at = fails_at
+    module = Windowed(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            train_window(module, windows([4, 3])[0], chunked(chunk_mbs))
+    return [(int(b.seen), b.mean, b.table, b.tries) for b in net.layers]
+
+
+@pytest.mark.parametrize(("fails_at", "steps"), [((0, 3), 1), ((3, 4), 1), ((10, 4), 2)])
+def test_buffers_that_a_failed_try_wrote_are_put_back(fails_at, steps):
+    # The last chunk runs first. The failed try had run it, and gotten as far as writing for the one that failed.
+    [found] = run_on_ranks(1, counted, fails_at, 4, steps)
+    [expected] = run_on_ranks(1, counted, None, 2, steps)
+    assert len(found) == BLOCKS
+    for (seen, mean, table, tries), (all_seen, all_mean, same_table, _) in zip(found, expected, strict=True):
+        assert tries == 1
+        assert seen == all_seen == 7 * steps
+        torch.testing.assert_close(mean, all_mean)
+        assert torch.equal(table, same_table)
+
+
+class Copied(TorchDispatchMode):
+    """The sizes of tensors that are cloned inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_tables_are_copied_in_the_first_run_only():
+    block = nn.BatchNorm1d(2)
+    block.register_buffer("table", torch.ones(5))
+    buffers, sizes = BlockBuffers(block), []
+    for _ in range(2):
+        with Copied() as copied, buffers.undone_if_failed():
+            block(torch.ones(3, 2))
+        sizes.append(sorted(copied.sizes))
+    assert sizes == [[1, 2, 2, 5], [1, 2, 2]]
 
 
 class Packed(nn.Module):

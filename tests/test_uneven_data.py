@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.ranks import raises_on_ranks, run_on_ranks
+from tests.ranks import count_collectives, raises_on_ranks, run_on_ranks
 from tests.strategy_models import LAYERS, Toy, apart, build, chunked, gradients, parameters, trainer_of
 
 CLOSE = 2e-6
@@ -123,8 +123,6 @@ def test_other_numbers_of_batches_are_one_error_before_the_first(batches, n):
 
 def train_counting(sizes, n, sized, plan):
     """Train, and make the error tell whether a block was gathered before."""
-    from tests.ranks import count_collectives
-
     with count_collectives() as counted:
         try:
             train(sizes, n, sized, **plan)
@@ -221,6 +219,50 @@ def test_evaluations_of_other_lengths_are_one_error(how, sized):
     assert errors[0] == errors[1]
     message = r"by rank are \[\[2\], \[3\]\]" if sized else "ends on some of them now"
     assert re.search(message, errors[0][1]), errors
+
+
+class TwoLoaders(Summed):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return super().predict_step(batch, batch_idx)
+
+
+def evaluate_two(how, counts, sized):
+    """``counts``: for each rank how many batches each loader has."""
+    with count_collectives() as counted:
+        trainer = trainer_of(chunked(), use_distributed_sampler=False, limit_val_batches=1.0)
+        kind = Sized if sized else Batches
+        loaders = [kind([2] * count) for count in counts[dist.get_rank()]]
+        try:
+            if how == "fit":
+                trainer.fit(build(TwoLoaders), loader_of([[2]] * 2, True), loaders)
+            else:
+                getattr(trainer, how)(build(TwoLoaders), loaders)
+        finally:
+            refused_before = sized and how != "fit" and counts[0] != counts[1]
+            assert (counted.all_gathers == 0) == refused_before
+    return trainer.strategy.even_data.rounds
+
+
+@pytest.mark.parametrize("how", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("sized", [True, False])
+def test_each_of_several_loaders_has_the_same_length_on_all_ranks(how, sized):
+    errors = raises_on_ranks(2, evaluate_two, how, [[2, 3], [3, 2]], sized)
+    assert errors[0] == errors[1]
+    message = r"by rank are \[\[2, 3\], \[3, 2\]\]" if sized else "every loader has .* one ends on some of them now"
+    assert re.search(message, errors[0][1]), errors
+
+
+@pytest.mark.parametrize("how", ["fit", "validate", "test", "predict"])
+def test_several_loaders_of_the_same_lengths_run(how):
+    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, True) == [0, 0]
+    rounds = 5 + (how == "fit")  # one before each batch; the fit has one batch
+    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, False) == [rounds, rounds]
 
 
 def test_evaluations_of_the_same_length_run():
