@@ -150,7 +150,7 @@ def run_idle_block(block: nn.Module) -> Tensor:
         return [sum((local(p).flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
 
     dummy = torch.zeros((), device=parameter.device, requires_grad=torch.is_grad_enabled())
-    output: Tensor = block_settings(block).gather(block, body, [dummy])[0]
+    output: Tensor = block_settings(block).gather(block, body, [dummy], idle=True)[0]
     return output
 
 

@@ -40,7 +40,7 @@ def _run_here(fn: Callable[[], Any]) -> Any:
     return fn()
 
 
-def _no_gather(_module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+def _no_gather(_module: nn.Module, body: Callable[[list[Tensor]], Any], tensors: list[Tensor], **_: bool) -> Any:
     return body(tensors)
 
 
@@ -93,7 +93,7 @@ class BlockSettings:
     store: ActivationStore | None
     counter: StepCounter
     notices: Notices
-    gather: Callable[[nn.Module, Callable[[list[Tensor]], Any], list[Tensor]], Any] = _no_gather
+    gather: Callable[..., Any] = _no_gather
     dispatch: Callable[[nn.Module, BlockCall], Any] | None = None
     received: set[str] = field(default_factory=set)
     writes_entry: bool = True

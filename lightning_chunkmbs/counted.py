@@ -49,21 +49,32 @@ class Counted:
 
 
 class CountedGather(Counted):
-    """An all-gather of FSDP2 that also counts for how long computation stands still for it."""
+    """An all-gather of FSDP2 that also counts for how long computation stands still for it.
+
+    Args:
+        collective: what it stands for.
+        counter: counts it.
+        streams: streams of a device.
+        versions: returns marks of what is gathered, which are others once it was written to.
+    """
 
     def __init__(
         self,
         collective: Collective,
         counter: StepCounter,
         streams: Callable[[torch.device], Streams] = streams_for,
+        versions: Callable[[], list[int]] = list,
     ) -> None:
         super().__init__(collective, "all_gathers", "gathered_bytes", "output_tensor", counter)
+        self._versions = versions
+        self._gathered: list[int] = []
         self._streams_for = streams
         self._streams: Streams | None = None
         self._end: Mark | None = None
         self._work: Any = None
 
     def __call__(self, **kwargs: Any) -> Any:
+        self._gathered = self._versions()
         start = time.perf_counter()
         work = super().__call__(**kwargs)
         device = kwargs[self._tensor].device
@@ -75,6 +86,10 @@ class CountedGather(Counted):
             self._streams = self._streams_for(device)
             self._end = self._streams.compute().mark()
         return work
+
+    def is_stale(self) -> bool:
+        """Return whether what was gathered has been written to since."""
+        return self._gathered != self._versions()
 
     def waits(self) -> None:
         """Called where the compute stream, or a CPU, is about to wait for the gather."""

@@ -150,7 +150,7 @@ def count_collectives(module: nn.Module, counter: StepCounter) -> None:
             f"FSDP2's group has no wait_for_unshard in torch {torch.__version__}, where gathers are waited for. This "
             f"package is written for torch 2.11 to 2.14; install one of these."
         )
-    gather = CountedGather(group._all_gather_comm, counter)
+    gather = CountedGather(group._all_gather_comm, counter, versions=functools.partial(_shard_versions, group))
     scatter = Counted(group._reduce_scatter_comm, "reduce_scatters", "reduced_bytes", "input_tensor", counter)
     fsdp_module(module).set_custom_all_gather(gather)  # type: ignore[arg-type]
     fsdp_module(module).set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
@@ -158,8 +158,38 @@ def count_collectives(module: nn.Module, counter: StepCounter) -> None:
 
 
 def _wait_for_unshard(group: Any, gather: CountedGather) -> None:
+    if group._all_gather_result is not None and gather.is_stale():
+        _forget_gather(group)
+        group.unshard()
     gather.waits()
     type(group).wait_for_unshard(group)
+
+
+@torch.no_grad()
+def _shard_versions(group: Any) -> list[int]:
+    """Return marks of the shards of a group, others once an operator wrote to a shard or to its local tensor."""
+    shards = [param.sharded_param for param in group.fsdp_params]
+    return [version for shard in shards for version in (shard._version, shard.to_local()._version)]
+
+
+def _forget_gather(group: Any) -> None:
+    result, group._all_gather_result = group._all_gather_result, None
+    if result is not None:
+        if result.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
+        if result.all_gather_work is not None:
+            result.all_gather_work.wait()
+
+
+def reshard(module: nn.Module) -> None:
+    """Reshard a sharded module, and forget what was gathered ahead for a call of it that has not come.
+
+    FSDP2's own ``reshard`` leaves a root gathered during its call, and keeps what is gathered ahead: old weights, if
+    an optimizer steps then.
+    """
+    for group in param_groups(module):
+        _forget_gather(group)
+        group._to_sharded()
 
 
 def gather_beside_computing(module: nn.Module) -> None:

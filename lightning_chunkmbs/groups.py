@@ -64,14 +64,19 @@ def gather_around(
     module: nn.Module,
     body: Callable[[list[Tensor]], Any],
     tensors: list[Tensor],
+    *,
+    idle: bool = False,
 ) -> Any:
-    """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off."""
+    """Run ``body(tensors)`` as one forward call of ``module`` for FSDP2, whose hooks were taken off.
+
+    An ``idle`` one only takes part in a call of other ranks; what gradients it gives are zeros.
+    """
     state = fsdp_state(module)
     prefetch.before_forward(module)
     with no_inference():
         (tensors,), _ = state._pre_forward(module, (tensors,), {})
         follow_shards(module)
-    output = body(unused.completed(module, tensors))
+    output = body(unused.completed(module, tensors, idle=idle))
     prefetch.before_backward(module, output)
     with no_inference():
         return state._post_forward(module, (tensors,), output)

@@ -17,7 +17,7 @@ gather and one reduce-scatter, wherever and however often its modules are called
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from .failures import is_communication_error
 from .fsdp2 import (
@@ -43,6 +44,7 @@ from .fsdp2 import (
     keep_casts,
     nested_groups,
     reset_pass,
+    reshard,
     take_hooks_off,
     versions,
     write_back,
@@ -181,8 +183,14 @@ class ShardedModel:
         self._scattered = self._inside
         self.prefetch.after_backward()
 
+    def follow_steps(self, optimizers: Iterable[Any]) -> None:
+        """Have :meth:`after_optimizer_step` called for steps past the Trainer too."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):
+                optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
+
     def after_optimizer_step(self) -> None:
-        """Reshard when the optimizer stepped inside a step, since the gathered parameters are the old ones."""
+        """Reshard when an optimizer stepped inside a step, since the gathered parameters are the old ones."""
         if self._inside:
             self._reshard()
             self._scattered = True
@@ -220,17 +228,13 @@ class ShardedModel:
             yield partial(self._hold_root, self.unused.agree is not None)
         finally:
             self._hold_root(False)
-        self.unused.settle(self._kept, self.blocks, self._reduce_root)
+        self.unused.settle(self._kept, self.blocks, partial(finish_backward, self.root))
 
     def _hold_root(self, held: bool) -> None:
         for module in self._kept:
             fsdp_module(module).set_requires_gradient_sync(not held, recurse=False)
             fsdp_module(module).set_reshard_after_backward(not held, recurse=False)
         fsdp_module(self.root).set_is_last_backward(not held)
-
-    def _reduce_root(self) -> None:
-        if any(is_unsharded(module) for module in self._kept):
-            finish_backward(self.root)
 
     # -- calls outside a step ----------------------------------------------------------------------------------------
 
@@ -307,7 +311,7 @@ class ShardedModel:
 
     def _reshard(self) -> None:
         for module in self._groups:
-            fsdp_module(module).reshard()
+            reshard(module)
 
 
 def _free_failed_graph() -> None:

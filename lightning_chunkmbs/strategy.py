@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
@@ -193,6 +192,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            self._ready_model.sharded.follow_steps(self.optimizers)
             check_parameters(module, self.optimizers, self._ready_model.whole)
             if self._ready_model.plans.enable_chunk_mbs and module.automatic_optimization:
                 refuse_windows(trainer, module)
@@ -308,7 +308,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: pl.LightningModule | Module | None = None,
+        model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer and make the step's report."""

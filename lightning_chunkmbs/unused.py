@@ -41,32 +41,34 @@ class Unused:
         self._used.clear()
         self._zeros.clear()
 
-    def completed(self, block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the ``tensors`` that enter a block's chunks, tied to a node that completes the block's gradients."""
+    def completed(self, block: nn.Module, tensors: Sequence[Tensor], *, idle: bool = False) -> list[Tensor]:
+        """Return the ``tensors`` that enter a block's chunks, tied to a node that completes the block's gradients.
+
+        An ``idle`` call is back-propagated by itself and gives all parameters zeros, which are no use of them.
+        """
         result = list(tensors)
         wanting = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
         if self.agree is None or not wanting:
             return result
         self._open[block] += 1
-        tied = _Complete.apply(partial(self._complete, block), *(tensors[i] for i in wanting))
+        tied = _Complete.apply(partial(self._complete, block, idle), *(tensors[i] for i in wanting))
         for i, tensor in zip(wanting, tied, strict=True):
             result[i] = tensor
         return result
 
-    def _complete(self, block: nn.Module) -> None:
+    def _complete(self, block: nn.Module, idle: bool) -> None:
         self._open[block] -= 1
         params = trained_params(block)
-        used = [param for param in params if has_gradient(param)]
+        used = [] if idle else [param for param in params if has_gradient(param)]
         self._used.update(used)
         # Of several calls in one graph autograd gives the gradients to the last, and nothing is reduced before. (What
         # a nested group holds may be used by any of them.)
-        if not used and self._open[block] > 0 and not nested_groups(block):
+        if not idle and not used and self._open[block] > 0 and not nested_groups(block):
             return
-        for param in params:
-            if not has_gradient(param):
-                if param.sharded_param.grad is None:
-                    self._zeros.add(param)
-                fill_missing(param)
+        for param in set(params).difference(used):
+            if param.sharded_param.grad is None:
+                self._zeros.add(param)
+            fill_missing(param)
 
     def settle(self, outside: Sequence[nn.Module], blocks: Sequence[nn.Module], reduce: Callable[[], None]) -> None:
         """End a backward pass; all ranks must call this.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests import expert_models
 from tests.expert_models import LONG, Mixture
-from tests.models import BLOCKS, VOCABULARY, WIDTH, chunked, fit
+from tests.models import BLOCKS, VOCABULARY, WIDTH, Block, chunked, fit
 from tests.one_window import Windowed, accumulate, assert_close, build, gradients, train_window
 from tests.ranks import count_collectives, run_on_ranks
 from tests.structure_models import Decoder
@@ -31,7 +31,29 @@ class TwoHeads(Decoder):
         return F.cross_entropy(head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-KINDS: dict[str, Any] = {**vars(expert_models), "TwoHeads": TwoHeads}
+class Spare(Block):
+    """With a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class SomeTower(Decoder):
+    """Only sequences of LONG call the tower; ranks without one take part in its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Spare() for _ in range(2))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = y = super().embed(tokens)
+        for block in self.tower if tokens.shape[1] >= LONG else []:
+            y = block(y.sin())
+        return x + y
+
+
+KINDS: dict[str, Any] = {**vars(expert_models), "TwoHeads": TwoHeads, "SomeTower": SomeTower}
 # Of each micro-batch of each rank its samples and their length; only those of LONG use experts or the first head.
 APART = [[(2, 8), (3, 7)], [(1, 5), (2, 5)]]
 SOME = [[(2, 8), (2, 7)], [(2, 8), (2, 5)]]
@@ -65,6 +87,16 @@ def test_what_only_some_ranks_use(kind, shapes):
         assert reduced == ONCE
         unused = {"Mixture": "layers.0.experts.each.0.weight", "TwoHeads": "head.weight"}[kind]
         assert (unused in without) == (shapes is NOBODY)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("shapes", [APART, SOME], ids=["apart", "some"])
+def test_taking_part_in_a_call_of_other_ranks_is_no_use(shapes, passes):
+    plan = {"apply_modules": ["net.layers.{*}", "net.tower.{*}"], "max_lockstep": 2 // passes}
+    (reduced, without), other = run_on_ranks(2, train_apart, "SomeTower", shapes, {"chunkmbs_plan": plan})
+    assert without == {f"tower.{i}.spare.{name}" for i in range(2) for name in ("weight", "bias")}
+    assert (reduced, without) == other
+    assert reduced >= passes * ONCE + 2, "the tower was not called"
 
 
 @pytest.mark.parametrize(
