@@ -26,6 +26,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from .agree import Agree, make_agree
+from .signals import DeferredSignals
 
 _CURE = (
     "Give every rank as many batches: leave the sampler to Lightning, use drop_last=True, or write limit_train_batches "
@@ -40,11 +41,12 @@ class EvenData:
         trainer: the Trainer.
 
     Attributes:
+        trainer: the Trainer.
         rounds: all-reduces on the host so far, before batches of loaders without a length.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._unsized = False
         self._epoch: int | None = None
         self._agree: Agree | None = None
@@ -71,7 +73,7 @@ class EvenData:
         Raises:
             ValueError: raised on every rank.
         """
-        fetcher = self._trainer.fit_loop._data_fetcher
+        fetcher = self.trainer.fit_loop._data_fetcher
         empty = self._gathered(fetcher.done and self._unsized)
         if any(empty):
             ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
@@ -86,7 +88,7 @@ class EvenData:
         Raises:
             ValueError: they differ; raised on every rank.
         """
-        everyone = self._gathered(self._trainer._active_loop.max_batches)
+        everyone = self._gathered(self.trainer._active_loop.max_batches)
         if any(others != everyone[0] for others in everyone):
             raise ValueError(
                 f"In validation, test and prediction every batch gathers parameters on all ranks; the numbers of "
@@ -101,7 +103,7 @@ class EvenData:
         Raises:
             ValueError: the epoch has another number of batches on other ranks; raised on every rank.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.world_size == 1:
             return
         if self._epoch != trainer.current_epoch:
@@ -132,9 +134,9 @@ class EvenData:
         Raises:
             ValueError: raised on every rank.
         """
-        if not self._unsized or self._trainer.world_size == 1:
+        if not self._unsized or self.trainer.world_size == 1:
             return
-        ends = int(self._trainer._active_loop.batch_progress.is_last_batch)
+        ends = int(self.trainer._active_loop.batch_progress.is_last_batch)
         if not self._alike([ends, *place]):
             raise ValueError(
                 f"In an evaluation every loader has as many batches on all ranks, and one ends on some of them now. "
@@ -142,7 +144,7 @@ class EvenData:
             )
 
     def _check_batches(self) -> None:
-        everyone = self._gathered(self._trainer.num_training_batches)
+        everyone = self._gathered(self.trainer.num_training_batches)
         if len(set(everyone)) > 1:
             raise ValueError(
                 f"Every step gathers parameters on all ranks, so an epoch has as many batches on each; by rank it has "
@@ -152,9 +154,9 @@ class EvenData:
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
     def _gathered(self, own: Any) -> list[Any]:
-        if self._trainer.world_size == 1:
+        if self.trainer.world_size == 1:
             return [own]
-        everyone: list[Any] = [None] * self._trainer.world_size
+        everyone: list[Any] = [None] * self.trainer.world_size
         dist.all_gather_object(everyone, own)
         return everyone
 
@@ -167,7 +169,7 @@ class EvenData:
 
     def _least(self, numbers: list[int]) -> list[int]:
         if self._agree is None:
-            self._agree = make_agree(range(self._trainer.world_size))
+            self._agree = make_agree(range(self.trainer.world_size))
         self.rounds += 1
         return self._agree(numbers)
 
@@ -175,7 +177,13 @@ class EvenData:
 class ComparesData(ModelParallelStrategy):
     """Asks :class:`EvenData` wherever Lightning tells a strategy about loaders and batches."""
 
-    even_data: EvenData  # of the current run; set up before Lightning asks for loaders
+    even_data: EvenData  # of the current run, as the other; set up before Lightning asks for loaders
+    signals: DeferredSignals
+
+    def compare_in(self, trainer: Any) -> None:
+        """Begin a run; all ranks must call this."""
+        self.even_data = EvenData(trainer)
+        self.signals = DeferredSignals(trainer, make_agree(range(trainer.world_size)))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a loader of which only some ranks have batches."""
@@ -196,3 +204,10 @@ class ComparesData(ModelParallelStrategy):
         """Refuse, or end, an epoch that has ended on another rank."""
         super().on_train_batch_start(batch, batch_idx)
         self.even_data.before_batch()
+        if batch_idx % self.even_data.trainer.accumulate_grad_batches == 0:
+            self.signals.answer()
+
+    def before_evaluation_batch(self, place: Sequence[int]) -> None:
+        """Refuse an evaluation that has ended on another rank; ``place`` as of :class:`EvenData`."""
+        self.even_data.before_evaluation_batch(place)
+        self.signals.answer()

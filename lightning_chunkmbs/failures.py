@@ -11,7 +11,6 @@ import itertools
 import json
 import threading
 import time
-import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ import torch.distributed as dist
 _GRACE = 10.0  # seconds in which other ranks notice the same failure
 _ANSWER = 5.0  # seconds more that the store may take
 _UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
-_TERMINATED = "it was sent SIGTERM, and Lightning's handler waited for ranks that did not get it at the same place."
-_SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of Lightning
 _SIGNS = ("gloo", "nccl", "hccl", "connection closed by peer", "connection reset", "broken pipe", "timed out")
 
 # Each process makes its runs in the same order, so that a run has the same number on all ranks.
@@ -41,11 +38,6 @@ def is_communication_error(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _SIGNS)
-
-
-def _is_terminated(error: BaseException) -> bool:
-    """Return whether ``error`` was raised where Lightning handles SIGTERM, by a collective that all ranks must join."""
-    return any(frame.f_code.co_name == _SIGTERM_HANDLER for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class Failures:
@@ -78,10 +70,9 @@ class Failures:
             notes.append(self._cause() if is_communication_error(error) else "")
 
     def _tell(self, error: BaseException) -> None:
-        order, terminated = self._store.add("count", 1), _is_terminated(error)
-        summary = _TERMINATED if terminated else f"{type(error).__name__}: {error}"[:2000]
-        lost_others = is_communication_error(error) and not terminated
-        self._store.set(str(self._rank), json.dumps(_Report(order, lost_others, summary)))
+        order = self._store.add("count", 1)
+        summary = f"{type(error).__name__}: {error}"[:2000]
+        self._store.set(str(self._rank), json.dumps(_Report(order, is_communication_error(error), summary)))
 
     def _cause(self) -> str:
         """What made other ranks fail, as far as they say so in time."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .apply import AppliedModel
 from .checkpoints import CheckpointingStrategy
 from .declared import DeclaredPlans
-from .even_data import ComparesData, EvenData
+from .even_data import ComparesData
 from .failures import Failures
 from .guards import single_step
 from .host_parameters import backend_for
@@ -174,7 +174,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
             self._device_mesh = self._meshes.whole
         self._module._device_mesh = self._device_mesh
         self._failures = Failures()
-        self.even_data = EvenData(self._module.trainer)  # before configure_optimizers, which may ask for loaders
+        self.compare_in(self._module.trainer)  # before configure_optimizers, which may ask for loaders
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Apply the plans, fill the model and build optimizers."""
@@ -256,7 +256,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         # After the batch and its number comes that of its loader, if there are several.
         loader = self._module.trainer.state.stage, self._module.current_epoch, args[2:]
         self._ready_model.check_batch((args, kwargs), loader)
-        self.even_data.before_evaluation_batch(args[1:])
+        self.before_evaluation_batch(args[1:])
         with self._ready_model.counter.paused():
             return self._ready_model.sharded.call(step, *args, **kwargs, backward_follows=False)
 

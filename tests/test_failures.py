@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,11 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_chunkmbs import failures
 from lightning_chunkmbs.failures import Failures, is_communication_error
-from tests.models import chunked, make_trainer
 from tests.ranks import ROOT, run_on_ranks
 
 UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
@@ -54,24 +51,6 @@ def test_of_several_causes_the_first_is_named():
     errors = [RuntimeError(CLOSED), ValueError("later"), KeyError("first")]
     (_, notes), *_ = run_on_ranks(3, explained_in_turn, errors, 10.0)
     assert notes == ["Rank 2 failed first, and this rank by it: KeyError: 'first'"]
-
-
-def terminated() -> list[str]:
-    """What ranks are told when Lightning's handler of SIGTERM, run on rank 1 alone, has lost the others."""
-    lost, handlers = RuntimeError(CLOSED), _SignalConnector(make_trainer(chunked()))
-    if dist.get_rank() == 1:
-        try:
-            with patch.object(dist, "broadcast", side_effect=lost):
-                handlers._sigterm_notifier_fn(signal.SIGTERM, None)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            assert error is lost
-            assert not handlers.received_sigterm
-    return explained([lost, lost], 10.0)[1]
-
-
-def test_a_rank_that_alone_was_told_to_end_is_named():
-    for [note] in run_on_ranks(2, terminated):
-        assert note.startswith("Rank 1 failed first, and this rank by it: it was sent SIGTERM")
 
 
 def test_a_rank_of_which_nothing_is_heard_is_named():

@@ -25,6 +25,7 @@ ROWS = [
         "averaging",
         "even_data",
         "one_trainer",
+        "signals",
         "setup_checks",
         "plan_command",
         "cli",
