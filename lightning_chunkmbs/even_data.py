@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from .agree import Agree, make_agree
 from .signals import DeferredSignals
@@ -211,3 +212,14 @@ class ComparesData(ModelParallelStrategy):
         """Refuse an evaluation that has ended on another rank; ``place`` as of :class:`EvenData`."""
         self.even_data.before_evaluation_batch(place)
         self.signals.answer()
+
+    def on_train_end(self) -> None:
+        """Answer a signal that came after the last window, or the last batch, had begun."""
+        self.signals.answer()
+
+    on_test_end = on_predict_end = on_train_end
+
+    def on_validation_end(self) -> None:
+        """The same in a run that only validates: within a fit the next window answers, from a place to resume at."""
+        if self.even_data.trainer.state.fn != TrainerFn.FITTING:
+            self.signals.answer()

@@ -102,6 +102,20 @@ def test_all_ranks_end_before_the_next_batch_of_a_validation():
     assert run_on_ranks(2, ended_in_validation) == [(N * WINDOWS, 2)] * 2
 
 
+def ended_late(stage: str) -> int:
+    """The signal comes in what a run does last; the optimizer steps that it has made."""
+    module = build(told={1: N * WINDOWS - 1}, stage=stage)
+    trainer = make_trainer(chunked(), accumulate_grad_batches=N)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, Loader(data())) if stage == "training" else trainer.validate(module, Loader(data()))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(("stage", "steps"), [("training", WINDOWS), ("validating", 0)])
+def test_a_signal_in_the_last_window_ends_all_ranks_when_the_run_ends(stage, steps):
+    assert run_on_ranks(2, ended_late, stage) == [steps] * 2
+
+
 class Requeued(Told):
     def send(self) -> None:
         self.trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
