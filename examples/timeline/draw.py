@@ -128,7 +128,7 @@ def main() -> None:
     """Train, and draw on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=4, help="micro-batches of a step")
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "timeline.svg")
