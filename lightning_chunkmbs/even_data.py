@@ -205,8 +205,6 @@ class ComparesData(ModelParallelStrategy):
         """Refuse, or end, an epoch that has ended on another rank."""
         super().on_train_batch_start(batch, batch_idx)
         self.even_data.before_batch()
-        if batch_idx % self.even_data.trainer.accumulate_grad_batches == 0:
-            self.signals.answer()
 
     def before_evaluation_batch(self, place: Sequence[int]) -> None:
         """Refuse an evaluation that has ended on another rank; ``place`` as of :class:`EvenData`."""

@@ -3,10 +3,16 @@
 [Note: noted, then answered]
 Lightning answers SIGTERM by a broadcast, and SLURM's signal by a checkpoint, from within the signal's handler: in the
 middle of a step, perhaps in a collective. Ranks that are elsewhere then, or were not sent the signal, wait for each
-other until the timeout. With several ranks a handler here only notes the signal. Before each window and before each
-batch of an evaluation the ranks tell each other what they have noted, in one all-reduce on the host, and all answer.
+other until the timeout. A handler here only notes the signal, also on a single rank: in the middle of a window there is
+nothing to resume at. Before each window, at the end of an epoch and before each batch of an evaluation the ranks tell
+each other what they have noted, in one all-reduce on the host, and all answer.
 
-Touches the private parts of Lightning's signal handling.
+[Note: before a window is before its first batch is fetched]
+The state of a loader is part of a checkpoint. Once a batch is fetched, a checkpoint says that it was trained on. So a
+window's signals are answered before Lightning's loop of batches advances, and those of an epoch's last window where its
+loop of epochs has completed the epoch: the next one's start is no place to resume at.
+
+Touches the private parts of Lightning's signal handling and, as ``window.py`` does, of its loops.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from .agree import Agree
 
 _log = logging.getLogger(__name__)
 _END, _SAVE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"  # Lightning's handlers
+_BATCH, _EPOCH_END = "advance", "on_advance_end"  # of its loops: fetches and runs a batch; completes an epoch
 
 
 class DeferredSignals:
@@ -39,17 +46,21 @@ class DeferredSignals:
         self._trainer, self._agree = trainer, agree
         self._connector = trainer._signal_connector
         self._noted: dict[str, int] = {}  # signals' numbers by the handler that would have answered
-        self._save: Callable[[int, Any], None] | None = None
-        if trainer.world_size == 1:
-            return
-        if not all(hasattr(type(self._connector), name) for name in (_END, _SAVE)):
+        fit_loop = trainer.fit_loop
+        replaced = [
+            (self._connector, _END, self._note_end),
+            (self._connector, _SAVE, self._note_save),
+            (fit_loop.epoch_loop, _BATCH, self._batch),
+            (fit_loop, _EPOCH_END, self._epoch_end),
+        ]
+        if not all(hasattr(type(owner), name) for owner, name, _ in replaced):
             raise RuntimeError(
                 f"Lightning {lightning.__version__} handles signals otherwise than this package expects, which is "
                 f"written for lightning 2.6. Install that."
             )
-        self._save = getattr(type(self._connector), _SAVE).__get__(self._connector)
-        setattr(self._connector, _END, self._note_end)
-        setattr(self._connector, _SAVE, self._note_save)
+        self._save, self._run_batch, self._end_epoch = (_original(owner, name) for owner, name, _ in replaced[1:])
+        for owner, name, ours in replaced:
+            setattr(owner, name, ours)
 
     def _note_end(self, signum: int, _frame: Any) -> None:
         _log.info("Rank %d received signal %d and ends with all ranks.", self._trainer.global_rank, signum)
@@ -67,13 +78,25 @@ class DeferredSignals:
         Raises:
             SIGTERMException: some rank was told to end; raised on every rank.
         """
-        if self._save is None:
-            return
         # The least of all ranks' numbers: 0 stands for a signal's absence, so that negative ones are found.
         end, save = (-number for number in self._agree([-self._noted.get(name, 0) for name in (_END, _SAVE)]))
-        self._noted.pop(_SAVE, None)
-        if save:
+        if save:  # one that came while the ranks agreed waits for the next time
+            self._noted.pop(_SAVE, None)
             self._save(save, None)
         if end:
             self._connector.received_sigterm = True
             raise SIGTERMException
+
+    def _batch(self, fetcher: Any) -> None:
+        if (self._trainer.fit_loop.epoch_loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0:
+            self.answer()
+        self._run_batch(fetcher)
+
+    def _epoch_end(self) -> None:
+        self._end_epoch()
+        self.answer()
+
+
+def _original(owner: Any, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(type(owner), name).__get__(owner)  # also in a Trainer's second run
+    return method

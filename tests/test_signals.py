@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,25 +13,30 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.models import Loader, Stack, Trained, batches, chunked, fit, make_trainer
+from lightning_chunkmbs.signals import DeferredSignals
+from tests.models import Loader, Stack, Trained, batches, chunked, make_trainer
 from tests.ranks import run_on_ranks
 
-N, WINDOWS = 2, 4
-SIGNALLED = {"one rank": {1: 2}, "ranks in different places": {0: 2, 1: 3}}  # rank: micro-batch; both of window 1
+N, BATCHES, EPOCHS = 2, 5, 2  # an epoch's last window has one micro-batch
+WINDOWS = 3  # of an epoch
 
 
 class Told(Trained):
     """Ranks are sent a signal inside their step."""
 
-    told: dict[int, int] | None = None  # the micro-batch at which a rank is
+    told: dict[int, tuple[int, int]] | None = None  # by rank the epoch and the batch at which it is
     stage = "training"
+    seen: tuple[float, ...] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        self.seen = (*self.seen, batch.sum().item())
         self.tell("training", batch_idx)
         return loss
 
@@ -39,7 +45,7 @@ class Told(Trained):
         self.tell("validating", batch_idx)
 
     def tell(self, stage: str, batch_idx: int) -> None:
-        if stage == self.stage and (self.told or {}).get(dist.get_rank()) == batch_idx:
+        if stage == self.stage and (self.told or {}).get(dist.get_rank()) == (self.current_epoch, batch_idx):
             self.send()
 
     def send(self) -> None:
@@ -55,43 +61,75 @@ def build(**attributes: Any) -> Told:
 
 
 def data() -> list[Any]:
-    return batches([2] * N * WINDOWS, seed=dist.get_rank())
+    return batches([2] * BATCHES, seed=dist.get_rank())
 
 
-class Rest(Loader):
-    """An epoch's batches after those of the steps that were saved."""
+class Stateful(Loader):
+    """Goes on where its state was taken, if that was within an epoch."""
+
+    at = 0
+    resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data[2 * N :])
+        self.at, self.resumed = self.at if self.resumed else 0, False
+        while self.at < len(self.data):
+            self.at += 1
+            yield self.data[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.resumed = state["at"] % len(self.data), True
 
 
 def values(module: Told) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().clone() for name, p in module.named_parameters()}
 
 
-def ended(told: dict[int, int], folder: str) -> tuple[int, bool]:
-    """At which step all were ended, and whether what they saved goes on as if nobody had been."""
-    module, whole = build(told=told), build()
-    saving = {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder, "saved")]}
-    trainer = make_trainer(chunked(), accumulate_grad_batches=N, **saving)
+def run(module: Told, options: dict[str, Any], ckpt_path: str | None = None) -> Trainer:
+    trainer = make_trainer(chunked(), accumulate_grad_batches=N, max_epochs=EPOCHS, **options)
+    trainer.fit(module, Stateful(data()), Loader(data()[:2]), ckpt_path=ckpt_path)
+    return trainer
+
+
+def ended(stage: str, told: dict[int, tuple[int, int]], options: dict[str, Any], folder: str) -> tuple[int, bool, bool]:
+    """How many batches were trained on, and whether what was saved then goes on as if nobody had been told to end."""
+    module, resumed, whole = build(told=told, stage=stage), build(), build()
     with pytest.raises(SIGTERMException):
-        trainer.fit(module, Loader(data()))
-    assert trainer.received_sigterm
-    fit(whole, data(), chunked(), accumulate_grad_batches=N)
-    resumed, again = build(), make_trainer(chunked(), accumulate_grad_batches=N)
-    again.fit(resumed, Rest(data()), ckpt_path=f"{folder}/saved.ckpt")
-    assert again.global_step == WINDOWS
+        run(module, options | {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder, "saved")]})
+    assert module.trainer.received_sigterm
+    run(whole, options)
+    again = run(resumed, options, f"{folder}/saved.ckpt")
+    assert again.global_step == EPOCHS * WINDOWS
     expected = values(whole)
-    return trainer.global_step, all(torch.equal(value, expected[name]) for name, value in values(resumed).items())
+    same = all(torch.equal(value, expected[name]) for name, value in values(resumed).items())
+    return len(module.seen), (*module.seen, *resumed.seen) == whole.seen, same
 
 
-@pytest.mark.parametrize("told", SIGNALLED.values(), ids=SIGNALLED)
-def test_all_ranks_end_before_the_next_window_with_a_checkpoint(told, tmp_path):
-    assert run_on_ranks(2, ended, told, str(tmp_path)) == [(2, True)] * 2
+PLACES = {
+    "one rank": ("training", {1: (0, 2)}, {}, 4),
+    "ranks in different places": ("training", {0: (0, 2), 1: (0, 3)}, {}, 4),
+    "the epoch's last window": ("training", {1: (0, 4)}, {"limit_val_batches": 0}, 5),
+    "a later epoch": ("training", {1: (1, 0)}, {}, 7),
+    "validation's first batch": ("validating", {1: (0, 0)}, {}, 5),
+    "validation's last batch": ("validating", {1: (0, 1)}, {}, 5),
+    "a validation within the epoch": ("validating", {1: (0, 0)}, {"val_check_interval": 2}, 2),
+    "the last batch of one": ("validating", {1: (0, 1)}, {"val_check_interval": 2}, 2),
+}
+
+
+@pytest.mark.parametrize(("stage", "told", "options", "trained"), PLACES.values(), ids=PLACES)
+def test_all_ranks_end_where_a_checkpoint_resumes_exactly(stage, told, options, trained, tmp_path):
+    assert run_on_ranks(2, ended, stage, told, options, str(tmp_path)) == [(trained, True, True)] * 2
+
+
+def test_one_rank_ends_before_the_next_window_too(tmp_path):
+    assert run_on_ranks(1, ended, "training", {0: (0, 2)}, {}, str(tmp_path)) == [(4, True, True)]
 
 
 def ended_in_validation() -> tuple[int, int]:
-    module = build(told={1: 1}, stage="validating")
+    module = build(told={1: (0, 1)}, stage="validating")
     trainer = make_trainer(chunked())
     with pytest.raises(SIGTERMException):
         trainer.fit(module, Loader(data()), Loader(data()))
@@ -99,12 +137,12 @@ def ended_in_validation() -> tuple[int, int]:
 
 
 def test_all_ranks_end_before_the_next_batch_of_a_validation():
-    assert run_on_ranks(2, ended_in_validation) == [(N * WINDOWS, 2)] * 2
+    assert run_on_ranks(2, ended_in_validation) == [(BATCHES, 2)] * 2
 
 
 def ended_late(stage: str) -> int:
     """The signal comes in what a run does last; the optimizer steps that it has made."""
-    module = build(told={1: N * WINDOWS - 1}, stage=stage)
+    module = build(told={1: (0, BATCHES - 1)}, stage=stage)
     trainer = make_trainer(chunked(), accumulate_grad_batches=N)
     with pytest.raises(SIGTERMException):
         trainer.fit(module, Loader(data())) if stage == "training" else trainer.validate(module, Loader(data()))
@@ -118,44 +156,79 @@ def test_a_signal_in_the_last_window_ends_all_ranks_when_the_run_ends(stage, ste
 
 class Requeued(Told):
     def send(self) -> None:
-        self.trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def saved_for_requeue(folder: str) -> tuple[int, int, list[Any]]:
-    """The step of the checkpoint, the last step, and what SLURM was asked for."""
-    module = Requeued(Stack())
-    module.told = {1: 2}
+@contextmanager
+def under_slurm() -> Iterator[list[Any]]:
+    """Runs as a job of SLURM; yields what it is asked for."""
     asked: list[Any] = []
-    environment = {"SLURM_JOB_ID": "12"}
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    job |= {"SLURM_NTASKS": size, "SLURM_NTASKS_PER_NODE": size}
     with (
-        patch.dict(os.environ, environment),
+        patch.dict(os.environ, job),
         patch.object(signal_connector, "call", lambda command: asked.append(command) or 0),
     ):
-        trainer = fit(
-            module,
-            data(),
-            chunked(save_distributed_checkpoint=False),
-            accumulate_grad_batches=N,
-            default_root_dir=folder,
-        )
-    (path,) = Path(folder).glob("hpc_ckpt_*.ckpt")
-    return torch.load(path, weights_only=True)["global_step"], trainer.global_step, asked
+        yield asked
+
+
+def on_slurm(folder: str) -> Trainer:
+    return make_trainer(
+        chunked(save_distributed_checkpoint=False),
+        accumulate_grad_batches=N,
+        default_root_dir=folder,
+        plugins=[SLURMEnvironment()],
+    )
+
+
+def saved_for_requeue(folder: str) -> tuple[list[int], int, list[Any]]:
+    """The steps of the checkpoints, the last step, and what SLURM was asked for."""
+    module = Requeued(Stack())
+    module.told = {1: (0, 2)}
+    with under_slurm() as asked:
+        trainer = on_slurm(folder)
+        trainer.fit(module, Loader(data()))
+    dist.barrier()
+    saved = [torch.load(path, weights_only=True)["global_step"] for path in Path(folder).glob("hpc_ckpt_*.ckpt")]
+    return saved, trainer.global_step, asked
 
 
 def test_slurm_s_signal_to_one_rank_saves_on_all_before_the_next_window(tmp_path):
     first, second = run_on_ranks(2, saved_for_requeue, str(tmp_path))
-    assert first == (2, WINDOWS, [["scontrol", "requeue", "12"]])
-    assert second == (2, WINDOWS, [])
+    assert first == ([2], WINDOWS, [["scontrol", "requeue", "12"]])
+    assert second == ([2], WINDOWS, [])
 
 
-def alone() -> bool:
-    trainer = fit(build(), data(), chunked())
-    return "_sigterm_notifier_fn" in vars(trainer._signal_connector)
+def signalled_while_agreeing(folder: str) -> tuple[int, list[Any]]:
+    """How many checkpoints a signal gave that came while the ranks told each other of signals."""
+    module, rounds = Told(Stack()), []
+    with under_slurm() as asked:
+        trainer = on_slurm(folder)
+        agree = DeferredSignals.answer
+
+        def answer(self: DeferredSignals) -> None:
+            own = self._agree
+
+            def agreeing(numbers: list[int]) -> list[int]:
+                rounds.append(numbers)
+                if dist.get_rank() == 1 and len(rounds) == 2:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                return own(numbers)
+
+            with patch.object(self, "_agree", agreeing):
+                agree(self)
+
+        with patch.object(DeferredSignals, "answer", answer):
+            trainer.fit(module, Loader(data()))
+    dist.barrier()
+    return len(list(Path(folder).glob("hpc_ckpt_*.ckpt"))), asked
 
 
-def test_one_rank_keeps_lightning_s_handlers():
-    assert run_on_ranks(1, alone) == [False]
-    assert run_on_ranks(2, alone) == [True, True]
+def test_a_signal_that_comes_while_ranks_agree_is_answered_next(tmp_path):
+    first, second = run_on_ranks(2, signalled_while_agreeing, str(tmp_path))
+    assert first == (1, [["scontrol", "requeue", "12"]])
+    assert second == (1, [])
 
 
 def unknown() -> None:
