@@ -17,11 +17,11 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 class StepAttributes:
     """Gives every step its own values of the attributes that it assigned.
 
-    What a step has assigned is put back before it goes on. An attribute that it has not assigned keeps the latest value
-    that any step gave it, as if the steps had run one after the other. Attributes are what sits in a module's
-    ``__dict__``, its buffers, and the entries of its dicts. Of a list a step sees what was in it when it began and what
-    it does to it; what steps append is in the list in their order when they have ended. Of every module, also of those
-    not watched, each step has its own ``training`` flag.
+    What a step has assigned is put back before it goes on, and taken away when it pauses or ends. An attribute that it
+    has not assigned keeps the value that was assigned last, as if the steps had run one after the other. Attributes are
+    what sits in a module's ``__dict__``, its buffers, and the entries of its dicts. Of a list a step sees what was in
+    it when it began and what it does to it; what steps append is in the list in their order when they have ended,
+    whichever ends first. Of every module, also of those not watched, each step has its own ``training`` flag.
 
     Args:
         modules: modules whose attributes are watched, by name.
@@ -39,13 +39,14 @@ class StepAttributes:
         whole = [m for name, m in modules.items() if name not in only]
         held = [value for m in whole for name, value in vars(m).items() if name not in _INTERNAL]
         inner = [m._buffers for m in whole] + [value for value in held if isinstance(value, dict)]
-        self._lists = [value for value in held if isinstance(value, list)]
+        self._lists: list[tuple[list[Any], dict[int, int]]] = [(value, {}) for value in held if isinstance(value, list)]
         self._names = [*modules, *("" for _ in inner), *outside]
         self._dicts: list[dict[Any, Any]] = [vars(m) for m in modules.values()]
         self._dicts += [*inner, *(vars(m) for m in outside.values())]
         self._kept = len(modules) + len(inner)
         self._only = {i: set(only[name]) for i, name in enumerate(self._names) if name in only}
         self._own: dict[int, _Changes] = {}
+        self._latest: _Changes = {}  # what the running step's values hide
         self._own_lists: dict[int, list[_OwnList]] = {}
         self._assigned: dict[tuple[int, str], dict[int, Any]] = {}
         self._before: list[dict[str, Any]] = []
@@ -77,13 +78,11 @@ class StepAttributes:
 
     def enter(self, step: int) -> None:
         """Put the attributes of ``step`` in place; it runs now."""
-        for (i, name), value in self._own.setdefault(step, {}).items():
-            if value is _GONE:
-                self._dicts[i].pop(name, None)
-            else:
-                self._dicts[i][name] = value
-        for own in self._own_lists.setdefault(step, [_OwnList(values) for values in self._lists]):
-            own.show()
+        own = self._own.setdefault(step, {})
+        self._latest = {(i, name): self._dicts[i].get(name, _GONE) for i, name in own}
+        self._put(own)
+        for lists in self._own_lists.setdefault(step, [_OwnList(step, *shared) for shared in self._lists]):
+            lists.show()
         self._set_modes(self._own_modes.get(step, {}))
         self._before = [dict(d) for d in self._dicts]
         self._touched, self._running = set(), step
@@ -98,6 +97,9 @@ class StepAttributes:
                     self._assigned.setdefault((i, name), {})[step] = value
                 elif name in self._only.get(i, {name}):
                     self._own[step][i, name] = value
+                    self._latest.pop((i, name), None)
+        self._put(self._latest)
+        self._latest = {}
         for own in self._own_lists[step]:
             own.hide(ended)
         self._leave_modes(step, ended)
@@ -105,6 +107,13 @@ class StepAttributes:
         if ended:  # what it assigned stays on the modules, as it would have, and is not kept alive here
             self._own.pop(step)
             self._own_lists.pop(step)
+
+    def _put(self, values: _Changes) -> None:
+        for (i, name), value in values.items():
+            if value is _GONE:
+                self._dicts[i].pop(name, None)
+            else:
+                self._dicts[i][name] = value
 
     @contextmanager
     def modes_of(self, step: int) -> Iterator[None]:
@@ -137,9 +146,16 @@ class StepAttributes:
 
 
 class _OwnList:
-    """A list as one step sees it."""
+    """A list as one step sees it.
 
-    def __init__(self, shared: list[Any]) -> None:
+    Args:
+        step: the step's index.
+        shared: the list.
+        added: how many entries each step that has ended has appended; shared by the steps.
+    """
+
+    def __init__(self, step: int, shared: list[Any], added: dict[int, int]) -> None:
+        self._step, self._added = step, added
         self._shared = shared
         self._start = list(shared)
         self._own = list(shared)
@@ -163,7 +179,10 @@ class _OwnList:
         for i, (before, now) in enumerate(zip(self._start, own, strict=False)):
             if now is not before and i < len(self._shared):
                 self._shared[i] = now
-        self._shared += own[n:]
+        later = sum(count for step, count in self._added.items() if step > self._step)
+        end = max(0, len(self._shared) - later)
+        self._shared[end:end] = own[n:]
+        self._added[self._step] = len(own) - n
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from .apply import AppliedModel
 from .lockstep import Lockstep
 from .mixin import ChunkMBSMixin
 from .step_attributes import StepAttributes, named_attributes
+from .step_logs import StepLogs
 from .step_state import ThreadState
 from .trees import map_tree
 
@@ -54,7 +55,8 @@ class Window:
         self._complete = True
         self._lockstep: Lockstep | None = None
         self._ran: list[MicroBatch] = []
-        self._losses: list[Tensor] = []
+        self._logged = StepLogs(trainer)
+        self._losses: dict[int, Tensor] = {}  # by micro-batch
         self.outputs: list[dict[str, Any]] = []
         self.state = ""
 
@@ -83,7 +85,7 @@ class Window:
         self._queue = []
         self._complete = True
         self._lockstep = None
-        self._losses = []
+        self._losses = {}
         self.state = ""
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ class Window:
             raise
 
     def _run(self, batches: list[MicroBatch]) -> Any:
-        self._losses = []
+        self._losses = {}
+        outputs: dict[int, dict[str, Any]] = {}  # by micro-batch, since one may end before an earlier one
         last: list[Any] = []
         outside = ThreadState.now()
 
@@ -131,7 +134,11 @@ class Window:
             outside.apply(inside)
             self._on_turn(batches, i)
             # A window of one may have gradients only after its `zero_grad`, so its tail waits for `backward` too.
-            last[:] = [self._back_propagate_tail(output) if len(batches) > 1 else self._note(output)]
+            result = self._closure_result(output)
+            outputs[i] = _outputs(result)
+            returned = self._back_propagate_tail(i, output, result) if len(batches) > 1 else output
+            if i == len(batches) - 1:
+                last.append(returned)
             inside.apply()
 
         steps = [functools.partial(self._module.training_step, *b.args, **b.kwargs) for b in batches]
@@ -145,7 +152,9 @@ class Window:
                     self._attributes.mixed(), error
                 )  # a step that read another's value may well have failed by it
                 raise
+        self._logged.settle()
         self._check_first(lockstep)
+        self.outputs += [outputs[i] for i in range(len(batches))]
         self.state = "open" if len(batches) > 1 else ""
         if last[0] is None:  # without a loss Lightning calls no backward, and other steps have theirs
             self.backward()
@@ -164,17 +173,16 @@ class Window:
 
     def _note(self, output: Any) -> Any:
         """Add what a step returned to the window's outputs and return it."""
-        self._closure_result(output)
+        self.outputs.append(_outputs(self._closure_result(output)))
         return output
 
     def _closure_result(self, output: Any) -> ClosureResult:
-        """Return what Lightning makes of a step's output, added to the window's outputs."""
-        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
-        self.outputs.append(_outputs(result))
-        return result
+        """Return what Lightning makes of a step's output."""
+        return ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
 
     def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
         self._attributes = self._watched()
+        self._logged = StepLogs(self._trainer)
         return Lockstep(
             self._model.sharded,
             self._attributes,
@@ -185,25 +193,25 @@ class Window:
 
     def _on_turn(self, batches: list[MicroBatch], i: int) -> None:
         """What Lightning infers a logged value's batch size from belongs to the step that logs."""
+        self._logged.turn(i)
         results = self._trainer._results
         if results is not None:
             results.batch = batches[i].args[0] if batches[i].args else None
             results.batch_size = None
 
-    def _back_propagate_tail(self, output: Any) -> Any:
+    def _back_propagate_tail(self, i: int, output: Any, result: ClosureResult) -> Any:
         """Do with a step's output what Lightning's closure does, up to its blocks; return it with a detached loss."""
         if output is None and self._trainer.world_size > 1:
             raise RuntimeError(
                 "training_step returned None, which skips the step, and that is not possible with several processes. "
                 "Return a loss; multiply it by 0 if this micro-batch is not to count."
             )
-        result = self._closure_result(output)
         if result.closure_loss is None:
             return None
         plugin, module = self._trainer.precision_plugin, self._module
         loss = plugin.pre_backward(result.closure_loss, module)
         plugin.backward(loss, module, self._trainer.optimizers[0])
-        self._losses.append(loss.detach())
+        self._losses[i] = loss.detach()
         if isinstance(output, Mapping):
             return {**output, "loss": output["loss"].detach()}
         return output.detach()
@@ -228,9 +236,9 @@ class Window:
 
     def after_backward(self) -> None:
         """Call the hooks that follow backward, once for each micro-batch, now that gradients are complete."""
-        losses, self._losses = self._losses, []
-        for loss in losses:
-            self._trainer.precision_plugin.post_backward(loss, self._module)
+        losses, self._losses = self._losses, {}
+        for i in sorted(losses):
+            self._trainer.precision_plugin.post_backward(losses[i], self._module)
 
     @contextmanager
     def _named_profiling(self, lockstep: Lockstep) -> Iterator[None]:

@@ -39,7 +39,7 @@ ROWS = [
     {"checks", "coverage"},
     {"lockstep"},
     {"chains"},
-    {"fake_step", "fake_optimizer", "guards", "step_attributes", "step_state"},
+    {"fake_step", "fake_optimizer", "guards", "step_attributes", "step_logs", "step_state"},
     {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
     {"prefetch", "unused"},
