@@ -59,9 +59,24 @@ def load_sharded(place: Place, module: Module, optimizers: Sequence[Optimizer], 
         known = {path[2] for path in contents.paths if path[:2] == (key, "state") and len(path) > 2}
         state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
         state["state"] = {name: value for name, value in state["state"].items() if name in known}
+        own = _take_out(
+            state["param_groups"], {path[2:4] for path in contents.paths if path[:2] == (key, "param_groups")}
+        )
         states = {key: state}
         _load(states, place, DefaultLoadPlanner())
+        for group, entries in zip(states[key]["param_groups"], own, strict=True):
+            group.update(entries)
         set_optimizer_state_dict(module, optimizer, states[key], options=_FROM_SHARDS)
+
+
+def _take_out(groups: list[dict[str, Any]], saved: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Take out of an optimizer's groups, and return, what a checkpoint has no entry for: a scheduler new since."""
+    own = []
+    for i, group in enumerate(groups):
+        is_saved = (i, "params") in saved  # if not, torch says what is missing
+        own.append({name: group[name] for name in group if is_saved and (i, name) not in saved})
+        groups[i] = {name: group[name] for name in group if name not in own[i]}
+    return own
 
 
 def _load(states: dict[str, Any], place: Place, planner: DefaultLoadPlanner) -> None:

@@ -301,6 +301,33 @@ def test_the_learning_rate_finder_finds_what_stock_finds(distributed, n):
     assert run_on_ranks(2, find_rate, distributed, n) == [6, 6]
 
 
+class Unscheduled(Tuned):
+    """The tuner brings a scheduler, whose entries the checkpoint from before it does not have."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def find_rate_without_scheduler(distributed):
+    module = build(Unscheduled)
+    before = parameters(module)
+    strategy = our_strategy(save_distributed_checkpoint=distributed)
+    trainer = trainer_of(strategy, accumulate_grad_batches=2, default_root_dir=tempfile.mkdtemp())
+    found = Tuner(trainer).lr_find(module, num_training=4, update_attr=True, early_stop_threshold=None)
+    assert_close(parameters(module), before, 0.0)
+    module.reports, module.rates = [], []
+    trainer.fit(module)
+    engaged(module, windows_of(16, 2))
+    (group,) = trainer.optimizers[0].param_groups
+    assert group["lr"] == module.lr
+    return len(found.results["lr"])
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "full"])
+def test_the_learning_rate_finder_brings_the_only_scheduler(distributed):
+    assert run_on_ranks(2, find_rate_without_scheduler, distributed) == [4, 4]
+
+
 def scale(as_callback):
     module = build(Tuned)
     callbacks = [BatchSizeFinder()] if as_callback else []
