@@ -8,26 +8,29 @@ is done where the number is not known beforehand only:
 - A loader with a length is compared once, when Lightning sets it up, and the batches of an epoch at its first one.
 - A loader without a length is looked at before each batch: one all-reduce of a number on the host. Lightning fetches a
   batch ahead, so a rank knows at its last batch that it is the last. The epoch then ends on all ranks with this batch.
-
-Not seen is a loader that yields fewer batches than its length (or ``limit_train_batches``) says: the other ranks then
-fail after the timeout of their group.
+- A loader whose length may be wrong (its own ``__len__``, an iterable dataset's) costs such a round as well: before
+  each batch ranks say that they have one, and one whose loader has ended too early says that before it goes on.
 
 Touches the private parts of Lightning's loops, as ``window.py`` does.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, IterableDataset
 
 from .agree import Agree, make_agree
-from .signals import DeferredSignals
+from .signals import DeferredSignals, original
+
+_GOES_ON, _HAS_ENDED = 1, 2
 
 _CURE = (
     "Give every rank as many batches: leave the sampler to Lightning, use drop_last=True, or write limit_train_batches "
@@ -48,10 +51,13 @@ class EvenData:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._unsized = False
+        self._unsized = self._inexact = False
         self._epoch: int | None = None
         self._agree: Agree | None = None
         self.rounds = 0
+        evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
+            loop.on_run_end = functools.partial(self._evaluation_ended, original(loop, "on_run_end"))
 
     # -- before an epoch ----------------------------------------------------------------------------------------------
 
@@ -61,12 +67,13 @@ class EvenData:
         Raises:
             ValueError: it is empty on some ranks only, or has a length on some only; raised on every rank.
         """
-        lengths = self._gathered(sized_len(loader))
+        lengths, exact = zip(*self._gathered((sized_len(loader), _is_exact(loader))), strict=True)
         self._unsized |= None in lengths
+        self._inexact |= None not in lengths and not all(exact)
         if None in lengths and set(lengths) != {None}:
-            raise ValueError(f"A loader has a length on all ranks or on none; by rank it is {lengths}. {_CURE}")
+            raise ValueError(f"A loader has a length on all ranks or on none; by rank it is {[*lengths]}. {_CURE}")
         if 0 in lengths and set(lengths) != {0}:
-            raise ValueError(f"A loader is empty on some ranks only; its lengths by rank are {lengths}. {_CURE}")
+            raise ValueError(f"A loader is empty on some ranks only; its lengths by rank are {[*lengths]}. {_CURE}")
 
     def check_start(self) -> None:
         """Refuse a fit whose loader yields nothing on some rank, where no length told so before.
@@ -107,6 +114,7 @@ class EvenData:
         trainer = self.trainer
         if trainer.world_size == 1:
             return
+        self._meet(_GOES_ON)
         if self._epoch != trainer.current_epoch:
             self._epoch = trainer.current_epoch
             self._check_batches()
@@ -117,6 +125,25 @@ class EvenData:
         if self._some_rank(ends) and not ends:
             loop.batch_progress.is_last_batch = True
             self._warn(loop.batch_progress.current.ready)
+
+    def ended(self) -> None:
+        """Called where a loader has ended before the number of batches that was known.
+
+        Raises:
+            ValueError: another rank's goes on; raised on every rank.
+        """
+        self._meet(_HAS_ENDED)
+
+    def _evaluation_ended(self, run_end: Callable[[], Any]) -> Any:
+        self.ended()
+        return run_end()
+
+    def _meet(self, place: int) -> None:
+        if self._inexact and self.trainer.world_size > 1 and not self._alike([place]):
+            raise ValueError(
+                f"A loader yields as many batches as its length says, and one has ended now on some ranks while that "
+                f"of others goes on. Correct its __len__, or that of its dataset or sampler. {_CURE}"
+            )
 
     def _warn(self, batches: int) -> None:
         warnings.warn(
@@ -135,6 +162,7 @@ class EvenData:
         Raises:
             ValueError: raised on every rank.
         """
+        self._meet(_GOES_ON)
         if not self._unsized or self.trainer.world_size == 1:
             return
         ends = int(self.trainer._active_loop.batch_progress.is_last_batch)
@@ -175,6 +203,14 @@ class EvenData:
         return self._agree(numbers)
 
 
+def _is_exact(loader: object) -> bool:
+    """Return whether a loader is known to yield as many batches as its length says."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    samplers = loader.sampler, loader.batch_sampler or loader.sampler
+    return all(type(sampler).__module__.partition(".")[0] in ("torch", "lightning") for sampler in samplers)
+
+
 class ComparesData(ModelParallelStrategy):
     """Asks :class:`EvenData` wherever Lightning tells a strategy about loaders and batches."""
 
@@ -184,7 +220,7 @@ class ComparesData(ModelParallelStrategy):
     def compare_in(self, trainer: Any) -> None:
         """Begin a run; all ranks must call this."""
         self.even_data = EvenData(trainer)
-        self.signals = DeferredSignals(trainer, make_agree(range(trainer.world_size)))
+        self.signals = DeferredSignals(trainer, make_agree(range(trainer.world_size)), self.even_data.ended)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a loader of which only some ranks have batches."""

@@ -37,13 +37,14 @@ class DeferredSignals:
     Args:
         trainer: the Trainer; its handlers are not registered yet.
         agree: agrees with all ranks on numbers.
+        ended: called where a batch was to be fetched and there is none.
 
     Raises:
         RuntimeError: Lightning has no such handlers.
     """
 
-    def __init__(self, trainer: Any, agree: Agree) -> None:
-        self._trainer, self._agree = trainer, agree
+    def __init__(self, trainer: Any, agree: Agree, ended: Callable[[], None]) -> None:
+        self._trainer, self._agree, self._ended = trainer, agree, ended
         self._connector = trainer._signal_connector
         self._noted: dict[str, int] = {}  # signals' numbers by the handler that would have answered
         fit_loop = trainer.fit_loop
@@ -58,7 +59,7 @@ class DeferredSignals:
                 f"Lightning {lightning.__version__} handles signals otherwise than this package expects, which is "
                 f"written for lightning 2.6. Install that."
             )
-        self._save, self._run_batch, self._end_epoch = (_original(owner, name) for owner, name, _ in replaced[1:])
+        self._save, self._run_batch, self._end_epoch = (original(owner, name) for owner, name, _ in replaced[1:])
         for owner, name, ours in replaced:
             setattr(owner, name, ours)
 
@@ -90,13 +91,18 @@ class DeferredSignals:
     def _batch(self, fetcher: Any) -> None:
         if (self._trainer.fit_loop.epoch_loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0:
             self.answer()
-        self._run_batch(fetcher)
+        try:
+            self._run_batch(fetcher)
+        except StopIteration:
+            self._ended()
+            raise
 
     def _epoch_end(self) -> None:
         self._end_epoch()
         self.answer()
 
 
-def _original(owner: Any, name: str) -> Callable[..., Any]:
+def original(owner: Any, name: str) -> Callable[..., Any]:
+    """Return the method that an attribute of ``owner`` stands in for."""
     method: Callable[..., Any] = getattr(type(owner), name).__get__(owner)  # also in a Trainer's second run
     return method

@@ -97,7 +97,7 @@ def test_ranks_with_other_numbers_of_chunks(n):
     first, second = run_on_ranks(2, compare, [[5, 1], [1, 4]], n, 2 // n)
     assert (first[0], second[0]) == ((3 * 1, 3 * 2) if n == 1 else (3 * 4, 3 * 3))
     assert first[2] == second[2] == ONCE
-    assert first[1] == second[1] == 0, "a loader with a length costs nothing before a batch"
+    assert first[1] == second[1] == 2, "one round before each of the batches"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -260,9 +260,57 @@ def test_each_of_several_loaders_has_the_same_length_on_all_ranks(how, sized):
 
 @pytest.mark.parametrize("how", ["fit", "validate", "test", "predict"])
 def test_several_loaders_of_the_same_lengths_run(how):
-    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, True) == [0, 0]
-    rounds = 5 + (how == "fit")  # one before each batch; the fit has one batch
-    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, False) == [rounds, rounds]
+    fit = how == "fit"  # which has one batch, of a loader with a length of its own
+    rounds = 5 + fit  # one before each batch
+    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, True) == [rounds + 1] * 2  # and one at the end
+    more = rounds + 1 if fit else 0
+    assert run_on_ranks(2, evaluate_two, how, [[2, 3]] * 2, False) == [rounds + more] * 2
+
+
+class Short(Sized):
+    """Has a length that it does not yield."""
+
+    def __len__(self):
+        return 5
+
+
+def run_short(how, counts, n):
+    loader = Short([2] * counts[dist.get_rank()])
+    trainer = trainer_of(chunked(), use_distributed_sampler=False, accumulate_grad_batches=n, limit_val_batches=1.0)
+    module = build(TwoLoaders)
+    if how == "fit's validation":
+        trainer.fit(module, Sized([2] * 2), loader)
+    else:
+        getattr(trainer, how)(module, loader)
+    return trainer.global_step
+
+
+SHORT = [("fit", 1), ("fit", 4), ("fit's validation", 1), ("validate", 1), ("test", 1), ("predict", 1)]
+
+
+@pytest.mark.parametrize("counts", [[3, 5], [2, 0]], ids=["ended", "empty"])
+@pytest.mark.parametrize(("how", "n"), SHORT)
+def test_a_loader_that_ends_before_its_length_on_some_ranks_is_refused(how, n, counts):
+    errors = raises_on_ranks(2, run_short, how, counts, n)
+    assert errors[0] == errors[1]
+    assert "one has ended now on some ranks while that of others goes on. Correct its __len__" in errors[0][1]
+
+
+def test_a_loader_that_ends_before_its_length_on_all_ranks_ends_the_epoch():
+    assert run_on_ranks(2, run_short, "fit", [3, 3], 1) == [3, 3]
+    for how in ("validate", "test", "predict"):
+        run_on_ranks(2, run_short, how, [3, 3], 1)
+
+
+def rounds_of_torch():
+    loader = DataLoader(Batches([2] * 4).data, batch_size=None)
+    trainer = trainer_of(chunked(), use_distributed_sampler=False)
+    trainer.fit(build(), loader, loader)
+    return trainer.strategy.even_data.rounds
+
+
+def test_a_loader_of_torch_with_a_length_costs_no_round():
+    assert run_on_ranks(2, rounds_of_torch) == [0, 0]
 
 
 def test_evaluations_of_the_same_length_run():
