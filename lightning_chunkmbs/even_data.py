@@ -43,17 +43,17 @@ class EvenData:
 
     Args:
         trainer: the Trainer.
+        agree: agrees with all ranks on numbers.
 
     Attributes:
         trainer: the Trainer.
         rounds: all-reduces on the host so far, before batches of loaders without a length.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, agree: Agree) -> None:
+        self.trainer, self._agree = trainer, agree
         self._unsized = self._inexact = False
         self._epoch: int | None = None
-        self._agree: Agree | None = None
         self.rounds = 0
         evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
         for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
@@ -197,8 +197,6 @@ class EvenData:
         return least[: len(numbers)] == [-greatest for greatest in least[len(numbers) :]]
 
     def _least(self, numbers: list[int]) -> list[int]:
-        if self._agree is None:
-            self._agree = make_agree(range(self.trainer.world_size))
         self.rounds += 1
         return self._agree(numbers)
 
@@ -219,8 +217,9 @@ class ComparesData(ModelParallelStrategy):
 
     def compare_in(self, trainer: Any) -> None:
         """Begin a run; all ranks must call this."""
-        self.even_data = EvenData(trainer)
-        self.signals = DeferredSignals(trainer, make_agree(range(trainer.world_size)), self.even_data.ended)
+        agree = make_agree(range(trainer.world_size), self._timeout)
+        self.even_data = EvenData(trainer, agree)
+        self.signals = DeferredSignals(trainer, agree, self.even_data.ended)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a loader of which only some ranks have batches."""

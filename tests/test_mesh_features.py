@@ -49,8 +49,8 @@ def window(mesh, kind, plan, shapes, precision="32-true", passes=1):
     assert (module.counted.all_gathers, module.counted.reduce_scatters) == once
     before, after = module.all_reduces
     # One for each group in a pass between replicas, or for each micro-batch on the host; one for what is held whole,
-    # and (on the host) one in a pass for what no rank has used.
-    assert after - before == (passes * groups if mesh == "replicas" else len(data[0])) + 1 + passes
+    # (on the host) one in a pass for what no rank has used, one before each micro-batch of a loader of another kind.
+    assert after - before == (passes * groups if mesh == "replicas" else len(data[0])) + 1 + passes + len(data[0])
     assert_close(module.gradients, accumulate(build(kind), data)[0], 1e-6 if precision == "32-true" else 2e-2)
 
 

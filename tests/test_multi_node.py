@@ -120,7 +120,7 @@ def test_a_link_that_stays_away_ends_both_nodes(nodes, tmp_path):
     for output in launched.errors():
         assert re.search("timed out|timeout", output, re.IGNORECASE), output
         assert re.search("nothing was heard|cannot be reached", output.splitlines()[-1]), output
-        assert "all_gather" in output
+        assert re.search(r"in agree\n|all_gather", output), output  # whichever of the step comes first
     assert not list(tmp_path.glob("passed-*"))
 
 
