@@ -17,6 +17,8 @@ Agree = Callable[[list[int]], list[int]]
 
 def make_agree(ranks: Sequence[int], timeout: timedelta | None = None) -> Agree:
     """Return a function that agrees between ``ranks``, on the host; each of them must call this."""
+    if len(ranks) == 1:
+        return list
     # Several such groups exist beside tensor parallelism; each rank makes its own.
     make = partial(dist.new_group, list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
     group = once(("agree", tuple(ranks), timeout), make)

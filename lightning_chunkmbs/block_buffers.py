@@ -23,6 +23,7 @@ class BlockBuffers:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self._any = any(True for _ in block.buffers())
+        self._norms = [(name, module) for name, module in block.named_modules() if isinstance(module, _NormBase)]
         self._writes: set[str] | None = None  # those that runs of the block have written; None before the first
 
     def marks(self) -> dict[str, _Mark]:
@@ -36,7 +37,7 @@ class BlockBuffers:
         Running statistics of norms in training mode are always among them.
         """
         nothing: _Mark = (None, 0)
-        statistics = set(self._statistics()) if self._any else ()
+        statistics = set(self._statistics())
         return [
             name
             for name, (buffer, version) in self.marks().items()
@@ -45,8 +46,8 @@ class BlockBuffers:
 
     def _statistics(self) -> Iterator[str]:
         # torch's kernels of batch statistics write them without a change of version.
-        for name, module in self.block.named_modules():
-            if isinstance(module, _NormBase) and module.training:
+        for name, module in self._norms:
+            if module.training:
                 yield from (f"{name}.{key}".lstrip(".") for key in ("running_mean", "running_var"))
 
     @contextmanager

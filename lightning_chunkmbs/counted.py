@@ -71,7 +71,6 @@ class CountedGather(Counted):
         self._streams_for = streams
         self._streams: Streams | None = None
         self._end: Mark | None = None
-        self._work: Any = None
 
     def __call__(self, **kwargs: Any) -> Any:
         self._gathered = self._versions()
@@ -80,7 +79,6 @@ class CountedGather(Counted):
         device = kwargs[self._tensor].device
         if device.type == "cpu":
             self._counter.add("exposed_gather_seconds", time.perf_counter() - start)
-            self._work = work  # None: the thread that computes has waited
         else:
             # FSDP2 calls this on the stream that communicates.
             self._streams = self._streams_for(device)
@@ -91,9 +89,8 @@ class CountedGather(Counted):
         """Return whether what was gathered has been written to since."""
         return self._gathered != self._versions()
 
-    def waits(self) -> None:
-        """Called where the compute stream, or a CPU, is about to wait for the gather."""
-        work, self._work = self._work, None
+    def waits(self, work: Any = None) -> None:
+        """Called where the compute stream, or a CPU, is about to wait for the gather (on a CPU for its ``work``)."""
         if work is not None:
             start = time.perf_counter()
             work.wait()

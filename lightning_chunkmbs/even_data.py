@@ -46,12 +46,11 @@ class EvenData:
         agree: agrees with all ranks on numbers.
 
     Attributes:
-        trainer: the Trainer.
-        rounds: all-reduces on the host so far, before batches of loaders without a length.
+        rounds: all-reduces on the host so far, for loaders without a length and for those whose length may be wrong.
     """
 
     def __init__(self, trainer: Any, agree: Agree) -> None:
-        self.trainer, self._agree = trainer, agree
+        self._trainer, self._agree = trainer, agree
         self._unsized = self._inexact = False
         self._epoch: int | None = None
         self.rounds = 0
@@ -67,13 +66,14 @@ class EvenData:
         Raises:
             ValueError: it is empty on some ranks only, or has a length on some only; raised on every rank.
         """
-        lengths, exact = zip(*self._gathered((sized_len(loader), _is_exact(loader))), strict=True)
+        everyone = self._gathered((sized_len(loader), _is_exact(loader)))
+        lengths = [length for length, _ in everyone]
         self._unsized |= None in lengths
-        self._inexact |= None not in lengths and not all(exact)
+        self._inexact |= None not in lengths and not all(exact for _, exact in everyone)
         if None in lengths and set(lengths) != {None}:
-            raise ValueError(f"A loader has a length on all ranks or on none; by rank it is {[*lengths]}. {_CURE}")
+            raise ValueError(f"A loader has a length on all ranks or on none; by rank it is {lengths}. {_CURE}")
         if 0 in lengths and set(lengths) != {0}:
-            raise ValueError(f"A loader is empty on some ranks only; its lengths by rank are {[*lengths]}. {_CURE}")
+            raise ValueError(f"A loader is empty on some ranks only; its lengths by rank are {lengths}. {_CURE}")
 
     def check_start(self) -> None:
         """Refuse a fit whose loader yields nothing on some rank, where no length told so before.
@@ -81,7 +81,7 @@ class EvenData:
         Raises:
             ValueError: raised on every rank.
         """
-        fetcher = self.trainer.fit_loop._data_fetcher
+        fetcher = self._trainer.fit_loop._data_fetcher
         empty = self._gathered(fetcher.done and self._unsized)
         if any(empty):
             ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
@@ -96,7 +96,7 @@ class EvenData:
         Raises:
             ValueError: they differ; raised on every rank.
         """
-        everyone = self._gathered(self.trainer._active_loop.max_batches)
+        everyone = self._gathered(self._trainer._active_loop.max_batches)
         if any(others != everyone[0] for others in everyone):
             raise ValueError(
                 f"In validation, test and prediction every batch gathers parameters on all ranks; the numbers of "
@@ -111,7 +111,7 @@ class EvenData:
         Raises:
             ValueError: the epoch has another number of batches on other ranks; raised on every rank.
         """
-        trainer = self.trainer
+        trainer = self._trainer
         if trainer.world_size == 1:
             return
         self._meet(_GOES_ON)
@@ -139,7 +139,7 @@ class EvenData:
         return run_end()
 
     def _meet(self, place: int) -> None:
-        if self._inexact and self.trainer.world_size > 1 and not self._alike([place]):
+        if self._inexact and self._trainer.world_size > 1 and not self._alike([place]):
             raise ValueError(
                 f"A loader yields as many batches as its length says, and one has ended now on some ranks while that "
                 f"of others goes on. Correct its __len__, or that of its dataset or sampler. {_CURE}"
@@ -163,9 +163,9 @@ class EvenData:
             ValueError: raised on every rank.
         """
         self._meet(_GOES_ON)
-        if not self._unsized or self.trainer.world_size == 1:
+        if not self._unsized or self._trainer.world_size == 1:
             return
-        ends = int(self.trainer._active_loop.batch_progress.is_last_batch)
+        ends = int(self._trainer._active_loop.batch_progress.is_last_batch)
         if not self._alike([ends, *place]):
             raise ValueError(
                 f"In an evaluation every loader has as many batches on all ranks, and one ends on some of them now. "
@@ -173,7 +173,7 @@ class EvenData:
             )
 
     def _check_batches(self) -> None:
-        everyone = self._gathered(self.trainer.num_training_batches)
+        everyone = self._gathered(self._trainer.num_training_batches)
         if len(set(everyone)) > 1:
             raise ValueError(
                 f"Every step gathers parameters on all ranks, so an epoch has as many batches on each; by rank it has "
@@ -183,9 +183,9 @@ class EvenData:
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
     def _gathered(self, own: Any) -> list[Any]:
-        if self.trainer.world_size == 1:
+        if self._trainer.world_size == 1:
             return [own]
-        everyone: list[Any] = [None] * self.trainer.world_size
+        everyone: list[Any] = [None] * self._trainer.world_size
         dist.all_gather_object(everyone, own)
         return everyone
 
@@ -254,5 +254,6 @@ class ComparesData(ModelParallelStrategy):
 
     def on_validation_end(self) -> None:
         """The same in a run that only validates: within a fit the next window answers, from a place to resume at."""
-        if self.even_data.trainer.state.fn != TrainerFn.FITTING:
+        module = self.lightning_module
+        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             self.signals.answer()

@@ -161,7 +161,8 @@ def _wait_for_unshard(group: Any, gather: CountedGather) -> None:
     if group._all_gather_result is not None and gather.is_stale():
         _forget_gather(group)
         group.unshard()
-    gather.waits()
+    result = group._all_gather_result
+    gather.waits(None if result is None else result.all_gather_work)
     type(group).wait_for_unshard(group)
 
 

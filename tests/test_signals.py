@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_chunkmbs.signals import DeferredSignals
 from tests.models import Loader, Stack, Trained, batches, chunked, make_trainer
 from tests.ranks import run_on_ranks
+from tests.strategy_models import parameters
 
 N, BATCHES, EPOCHS = 2, 5, 2  # an epoch's last window has one micro-batch
 WINDOWS = 3  # of an epoch
@@ -86,10 +87,6 @@ class Stateful(Loader):
         self.at, self.resumed = state["at"] % len(self.data), True
 
 
-def values(module: Told) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().clone() for name, p in module.named_parameters()}
-
-
 def run(module: Told, options: dict[str, Any], ckpt_path: str | None = None) -> Trainer:
     trainer = make_trainer(chunked(), accumulate_grad_batches=N, max_epochs=EPOCHS, **options)
     trainer.fit(module, Stateful(data()), Loader(data()[:2]), ckpt_path=ckpt_path)
@@ -105,8 +102,8 @@ def ended(stage: str, told: dict[int, tuple[int, int]], options: dict[str, Any],
     run(whole, options)
     again = run(resumed, options, f"{folder}/saved.ckpt")
     assert again.global_step == EPOCHS * WINDOWS
-    expected = values(whole)
-    same = all(torch.equal(value, expected[name]) for name, value in values(resumed).items())
+    expected = parameters(whole)
+    same = all(torch.equal(value, expected[name]) for name, value in parameters(resumed).items())
     return len(module.seen), (*module.seen, *resumed.seen) == whole.seen, same
 
 

@@ -70,16 +70,17 @@ def block_bytes(options: argparse.Namespace) -> tuple[int, int]:
     return block, whole - options.blocks * block
 
 
-def predicted(options: argparse.Namespace, n: int, gbit: float, floor: float) -> float:
+def predicted(options: argparse.Namespace, block: int, kept: int, n: int, gbit: float, floor: float) -> float:
     """Return stock's step time over ours as the planner's arithmetic has it.
 
     Args:
-        options: the model's sizes.
+        options: has ``blocks`` and ``devices``.
+        block: bytes of a block's parameters.
+        kept: bytes of the parameters outside blocks.
         n: micro-batches.
         gbit: 10^9 bits per second that a node sends in a collective.
         floor: seconds that they take to compute.
     """
-    block, kept = block_bytes(options)
     # A forward pass is a quarter of what a block computes. gloo all-reduces for a reduce-scatter: twice the bytes.
     work = BlockWork(forward_seconds=floor / n / options.blocks / 4, gathered_bytes=block, reduced_bytes=2 * block)
     time = predict(
@@ -116,14 +117,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rows = []
+    block, kept = block_bytes(options)
     for n in options.n:
         runs = all_variants(options, n)
         for run in runs.values():
             run(1)  # warms up; the first one starts the process group
         for gbit in options.gbit:
             limit(gbit)
-            reached, found = gathered_gbit(block_bytes(options)[0]), measure(options, runs)
-            ratio = predicted(options, n, reached, found[FLOOR]["ms"] / 1e3)
+            reached, found = gathered_gbit(block), measure(options, runs)
+            ratio = predicted(options, block, kept, n, reached, found[FLOOR]["ms"] / 1e3)
             rows.append({"n": n, "gbit": gbit, "all_gather_gbit": reached, "predicted": ratio, "variants": found})
             if dist.get_rank() == 0:
                 print(f"N = {n} at {gbit} Gbit/s is done", flush=True)
