@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from .checks import check_coupling, check_structure
 from .chunk_runs import BlockSettings
 from .chunked_tensor import Cuts
 from .compiled import CompiledForwards
-from .coverage import Names, Plans, brief, cut_rule, refuse_auto, resolve
+from .coverage import Names, Plans, brief, cut_rule, resolve
 from .dtypes import Dtypes
 from .fsdp2 import initialize, whole_groups
 from .groups import gather_around, shard
@@ -60,7 +61,6 @@ class AppliedModel:
         self.counter = counter
         self._root = root
         self._notices = Notices()
-        refuse_auto(plans)
         names = resolve(root, plans)
         modules = dict(root.named_modules())
         self.blocks = {name: modules[name] for name in names.recompute}
@@ -170,12 +170,23 @@ class AppliedModel:
             self._same_batch = SameBatch(make_agree(ranks_of(self.meshes.tensor), self.meshes.timeout))
         self._ready = True
 
+    def set_chunk_mbs(self, chunk_mbs: int) -> None:
+        """Cut blocks into chunks of ``chunk_mbs`` samples from now on."""
+        for settings in map(block_settings, self.blocks.values()):
+            if settings.rule is not None:
+                settings.rule = replace(settings.rule, chunk_mbs=chunk_mbs)
+
     @contextmanager
     def back_propagating(self) -> Iterator[None]:
         """Context of a backward pass: what it leaves behind when it fails is cleaned, lack of memory is explained."""
         rules = (settings.rule for settings in map(block_settings, self.blocks.values()))
         with explained_in_backward(rules), self.sharded.cleaned_on_error():
             yield
+
+    def forget_step(self) -> None:
+        """After a step that failed: leave no group gathered and nothing counted."""
+        self.sharded.reset(failed=True)
+        self.counter.take()
 
     def check_batch(self, batch: object, loader: Hashable) -> None:
         """Refuse a batch that differs between ranks that share layers; the first of each ``loader`` by its values."""

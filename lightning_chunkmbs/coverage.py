@@ -69,18 +69,8 @@ class Names:
     nested: list[str]
 
 
-def refuse_auto(plans: Plans) -> None:
-    """Refuse to train with a number of samples that was left to the planner."""
-    if plans.enable_chunk_mbs and plans.chunkmbs_plan is not None and plans.chunkmbs_plan.chunk_mbs == "auto":
-        raise ValueError(
-            "Training needs chunk_mbs as a number, and chunkmbs_plan has chunk_mbs: auto. `python -m "
-            "lightning_chunkmbs plan --config FILE --devices N --device_memory 80GiB` says how many samples fit; write "
-            "that, or chunk_mbs: 1."
-        )
-
-
 def cut_rule(plan: ChunkMBSPlan | None) -> CutRule | None:
-    """Return how blocks of a plan are cut; ``auto`` stands for one sample here."""
+    """Return how blocks of a plan are cut; ``auto`` stands for one sample until it is decided."""
     if plan is None:
         return None
     return CutRule(

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .meshes import sharded_over
 from .plan_report import report, table
 from .planner import Hardware, Planner
 from .precision import dtypes_for
+from .rehearsal import configured_optimizers, rehearsed
 from .strategy import ChunkMBSStrategy
 from .trees import map_tree, tree_leaves
 
@@ -81,8 +83,6 @@ def main(args: Sequence[str]) -> None:
         ValueError: the configuration has another strategy, or says nothing of a batch.
     """
     with warnings.catch_warnings():
-        # Without a Trainer nothing is logged, and arguments come from here in any case.
-        warnings.filterwarnings("ignore", message=".*self.log.*reference is not registered")
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
         print(_planned(list(args)))
 
@@ -136,16 +136,21 @@ def planner_for(
     ranks = sharded_over(options.devices, fsdp_plan.replicate_size, strategy._tensor_parallel_size)
     plugin = strategy.precision_plugin
     batch, step = _batch(module, data, options)
+
+    def run(batch: Any) -> Any:
+        with rehearsed(module, trainer, options.devices):
+            return step(batch)
+
     planner = Planner(
         module,
         plans,
         batch,
-        step=step,
+        step=run,
         ranks=ranks,
         micro_batches=trainer.accumulate_grad_batches,
         dtypes=dtypes_for(plugin, fsdp_plan),
         context=plugin.forward_context,
-        optimizers=lambda: _configure_optimizers(module, trainer),
+        optimizers=partial(configured_optimizers, module, trainer, options.devices),
         foreach=foreach,
     )
     return planner, None if wanted == "auto" else wanted
@@ -162,34 +167,13 @@ def _configure(module: LightningModule) -> None:
         ) from error
 
 
-class _WithoutRun:
-    """Stands for the Trainer in ``configure_optimizers``: a schedule's length does not change what memory it takes."""
-
-    estimated_stepping_batches = 1000
-    num_training_batches = 1000
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-
-def _configure_optimizers(module: LightningModule, trainer: Trainer) -> Any:
-    module._trainer = _WithoutRun(trainer)  # type: ignore[assignment]
-    try:
-        return module.configure_optimizers()
-    finally:
-        module._trainer = None
-
-
 # -- the batch -----------------------------------------------------------------------------------------------------
 
 
 def _batch(
     module: LightningModule, data: LightningDataModule, options: argparse.Namespace
-) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Return a micro-batch, and what runs a step with it; None: ``training_step``."""
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a micro-batch, and what runs a step with it."""
     if options.batch == "example":
         example = module.example_input_array
         if example is None:
@@ -201,7 +185,7 @@ def _batch(
     data.prepare_data()
     data.setup("fit")
     batch, _, _ = next(iter(CombinedLoader(data.train_dataloader(), "max_size_cycle")))
-    return _resized(batch, options), None
+    return _resized(batch, options), lambda batch: module.training_step(batch, 0)
 
 
 def _call(module: nn.Module, example: Any) -> Any:

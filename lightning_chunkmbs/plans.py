@@ -23,7 +23,7 @@ class ChunkMBSPlan:
     Args:
         apply_modules: patterns of the modules to chunk, e.g. ``model.layers.{*}``.
         chunk_mbs: samples per chunk, not the number of chunks; ``"auto"``: as many as
-            fit, which the ``plan`` command answers and training refuses.
+            the planner finds to fit on every device, decided in a run's first training step; on a CPU an error.
         batch_dim: batch dimension of the arguments and outputs: 0 for ``[b, s, h]``, 1 for ``[s, b, h]``.
         chunk_arg_indexs: positions of the positional arguments that carry the batch.
         chunk_kwarg_names: names of the keyword arguments that carry the batch.

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from .unknown_sizes import answer_for
+
 __all__: list[str] = []
 
 
@@ -20,7 +22,7 @@ class StorageCounter(TorchDispatchMode):
     """Counts the bytes of storages that operations make, for as long as they live.
 
     Entered inside a ``FakeTensorMode``. Scratch memory inside an operation is not seen. Where a program asks for the
-    value of a fake tensor, which has none, it is told 1 (or True).
+    value of a fake tensor, which has none, it is told 1 (or True); masks select everything.
 
     Attributes:
         live: bytes alive now.
@@ -76,6 +78,9 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    answer = answer_for(func)
+    if answer is not None:
+        return answer(*args, **kwargs)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     # The shapes of this one are known for bfloat16 only, while its kernel on the CPU takes other dtypes too.

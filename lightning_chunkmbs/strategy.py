@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .apply import AppliedModel
+from .auto_chunks import AutoChunks
 from .checkpoints import CheckpointingStrategy
 from .declared import DeclaredPlans
 from .even_data import ComparesData
@@ -115,6 +116,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         applied: AppliedModel | None = module.__dict__.get(_APPLIED)
         meshes = self._meshes or Meshes(self.device_mesh, self.device_mesh)  # raises before processes have started
         if applied is None:
+            AutoChunks.prepare(module, plans, meshes, self.root_device)
             applied = AppliedModel(module, plans, meshes, StepCounter(), dtypes)
             module.__dict__[_APPLIED] = applied
         elif (applied.plans, applied.meshes, applied.dtypes) != (plans, meshes, dtypes):
@@ -325,8 +327,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         if self._window is not None:
             self._window.clear()
         if self._applied is not None:
-            self._applied.sharded.reset(failed=True)
-            self._applied.counter.take()
+            self._applied.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Forget a window that was not completed."""

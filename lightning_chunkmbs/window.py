@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from .apply import AppliedModel
+from .auto_chunks import AutoChunks
 from .lockstep import Lockstep
 from .mixin import ChunkMBSMixin
 from .step_attributes import StepAttributes, named_attributes
@@ -50,6 +51,7 @@ class Window:
         self._trainer = trainer
         self._module = module
         self._model = model
+        self._auto = AutoChunks.of(module)
         self._queue: list[MicroBatch] = []
         self._first = True
         self._complete = True
@@ -64,6 +66,9 @@ class Window:
 
     def add(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Put a micro-batch aside; return those to run now, none while more are to come."""
+        if self._auto is not None:
+            auto, self._auto = self._auto, None
+            self._model.set_chunk_mbs(auto.decide(self._trainer, self._model, micro_batch.args, micro_batch.kwargs))
         if self._complete:
             self.outputs = []
         self._queue.append(micro_batch)

@@ -28,6 +28,8 @@ ROWS = [
         "signals",
         "setup_checks",
         "plan_command",
+        "auto_chunks",
+        "rehearsal",
         "cli",
         "__main__",
     },
@@ -57,7 +59,7 @@ ROWS = [
     {"streams"},
     {"out_of_memory"},
     {"arguments"},
-    {"agree", "compiled", "fake_tensors", "meshes", "packed", "step_memory"},
+    {"agree", "compiled", "fake_tensors", "meshes", "packed", "step_memory", "storages", "twins"},
     {
         "block_buffers",
         "caches",
@@ -72,8 +74,8 @@ ROWS = [
         "report",
         "selective",
         "step_time",
-        "storages",
         "trees",
+        "unknown_sizes",
     },
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from examples.finetune_lm.module import CausalLM
-from lightning_chunkmbs import ChunkMBSPlan, ChunkMBSStrategy
-from lightning_chunkmbs.coverage import Plans, refuse_auto
+from lightning_chunkmbs import ChunkMBSStrategy
 from lightning_chunkmbs.plan_command import main, size_in_bytes
 from lightning_chunkmbs.planner import Planner
 from lightning_chunkmbs.step_memory import StepBytes
@@ -207,9 +206,3 @@ def test_without_an_example_the_command_says_what_to_write():
 @pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5GB", 1_500_000_000), ("512", 512)])
 def test_sizes_are_read_with_their_units(text, nbytes):
     assert size_in_bytes(text) == nbytes
-
-
-def test_training_refuses_auto():
-    plan = ChunkMBSPlan(apply_modules=["layers.{*}"], chunk_mbs="auto")
-    with pytest.raises(ValueError, match="Training needs chunk_mbs as a number.*lightning_chunkmbs plan"):
-        refuse_auto(Plans(chunkmbs_plan=plan))
