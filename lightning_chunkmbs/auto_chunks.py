@@ -171,11 +171,10 @@ def _usable(device: torch.device, expected: int) -> int:
     on = torch.get_device_module(device)
     free, total = on.mem_get_info(device)
     # A process may have been given a part of its device.
-    fraction = getattr(on, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    ours = min(free + on.memory_reserved(device), int(fraction * total))
+    part = getattr(on, "get_per_process_memory_fraction", lambda _: 1.0)(device) * total
     others = max(0, on.memory_allocated(device) - expected)  # a second model, averaged weights: they stay
     headroom = Hardware.__dataclass_fields__["headroom"].default
-    return int(ours - headroom * total - others)
+    return int(min(free + on.memory_reserved(device), part) - headroom * part - others)
 
 
 def _expected(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:

@@ -291,7 +291,7 @@ def test_what_else_is_on_the_device_is_left_there():
 
 def in_part() -> set[int]:
     with pytest.MonkeyPatch.context() as patch:
-        part = (between(2, 1) + TOTAL // 10) / TOTAL
+        part = between(2, 1) / 0.9 / TOTAL
         patch.setattr(torch.cpu, "get_per_process_memory_fraction", lambda _: part, raising=False)
         module, _ = trained(lambda: Trained(Stack()), auto(), between(4, 1))
     return chunk_sizes(module)

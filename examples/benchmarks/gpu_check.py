@@ -1,4 +1,4 @@
-"""What only an accelerator can show: copies overlapped with compute, peak memory, gradients under slow copies, speed.
+"""What only an accelerator can show: copies beside compute, memory, ``chunk_mbs: auto``, gradients under slow copies.
 
 One process, one device, sizes of a large model's layers; four to five minutes on one H200::
 
@@ -83,15 +83,22 @@ class Trained:
     """One way to train, some optimizer steps of ``n`` micro-batches at a time."""
 
     def __init__(
-        self, options: argparse.Namespace, n: int, *, max_lockstep: int | None = None, **strategy: Any
+        self,
+        options: argparse.Namespace,
+        n: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        batch: int = 1,
+        **strategy: Any,
     ) -> None:
-        plan = ChunkMBSPlan(apply_modules=[BLOCKS], chunk_mbs=1, max_lockstep=max_lockstep)
-        self.module, self.n, self.options = Module(options), n, options
+        self.module, self.n, self.batch, self.options = Module(options), n, batch, options
         self.trainer = pl.Trainer(
             accelerator=options.device,
             devices=1,
             precision="bf16-true",
-            strategy=ChunkMBSStrategy(chunkmbs_plan=plan, **strategy),
+            strategy=ChunkMBSStrategy(
+                chunkmbs_plan=ChunkMBSPlan(apply_modules=[BLOCKS], **plan or {"chunk_mbs": 1}), **strategy
+            ),
             accumulate_grad_batches=n,
             max_steps=0,
             max_epochs=-1,
@@ -101,11 +108,14 @@ class Trained:
     def __call__(self, steps: int) -> list[float]:
         """Train ``steps`` optimizer steps on the same data each time; return their seconds."""
         data = torch.randint(
-            0, VOCABULARY, (steps * self.n, self.options.tokens), generator=torch.Generator().manual_seed(1)
+            0,
+            VOCABULARY,
+            (steps * self.n * self.batch, self.options.tokens),
+            generator=torch.Generator().manual_seed(1),
         )
         self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step + steps
         self.module.times.clear()
-        self.trainer.fit(self.module, DataLoader(data, batch_size=1))
+        self.trainer.fit(self.module, DataLoader(data, batch_size=self.batch))
         return list(self.module.times)
 
 
@@ -153,7 +163,7 @@ def step_times(options: argparse.Namespace) -> tuple[dict[str, float], float]:
         "lockstep": Trained(options, 8),
         "lockstep, activations on the device": Trained(options, 8, enable_activation_offload=False),
         "lockstep, streaming": Trained(options, 8, **offload(stream_hidden_states=True)),
-        "one after the other": Trained(options, 8, max_lockstep=1),
+        "one after the other": Trained(options, 8, plan={"max_lockstep": 1}),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for round_ in range(options.rounds + 1):
@@ -176,6 +186,38 @@ def peaks(options: argparse.Namespace) -> dict[str, dict[int, int]]:
     return found
 
 
+@contextmanager
+def memory_of(options: argparse.Namespace) -> Iterator[None]:
+    """Let the process have a part of its device; a CPU tells what accelerators tell."""
+    part = int(options.auto_mib * 2**20)
+    if options.device == "cpu":
+        told = {"mem_get_info": lambda _: (part, part), "memory_reserved": lambda _: 0, "memory_allocated": lambda _: 0}
+        with patch.multiple(torch.cpu, create=True, **told):
+            yield
+        return
+    torch.cuda.set_per_process_memory_fraction(part / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def chosen(options: argparse.Namespace) -> dict[str, int]:
+    """What ``chunk_mbs: auto`` takes of a large batch in a part of the device, and what that takes of the part."""
+    with memory_of(options):
+        trained = Trained(options, 2, plan={"chunk_mbs": "auto"}, batch=options.auto_batch)
+        trained(2)
+    report = trained.trainer.strategy.step_report
+    on_device = options.device != "cpu"
+    return {
+        "micro-batch": options.auto_batch,
+        "chunks of a block call": report.chunks // report.blocks,
+        "bytes of the device's part": int(options.auto_mib * 2**20),
+        "peak bytes allocated": trained.module.peak + trained.module._allocated if on_device else 0,
+        "peak bytes reserved": torch.cuda.max_memory_reserved() if on_device else 0,
+    }
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,22 +227,30 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--sleep-cycles", type=int, default=20_000_000)
+    parser.add_argument("--auto-batch", type=int, default=48)
+    parser.add_argument("--auto-mib", type=float, default=32 * 1024)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    same, found, (times, exposed) = same_gradients(options), peaks(options), step_times(options)
+    auto, same, found, (times, exposed) = (
+        chosen(options),
+        same_gradients(options),
+        peaks(options),
+        step_times(options),
+    )
     hidden_state = options.tokens * options.hidden * 2
-    on_device = times["lockstep, activations on the device"]
+    kept = times["lockstep, activations on the device"]
     result = {
         "gradients bitwise equal to those without offload": same,
         "hidden states per added micro-batch": {
             way: round((by_n[16] - by_n[4]) / 12 / hidden_state, 3) for way, by_n in found.items()
         },
+        "chunk_mbs: auto": auto,
         "peak bytes of a step": found,
         "seconds per step": {way: round(t, 4) for way, t in times.items()},
-        "exposed copies, share of the step": round((times["lockstep"] - on_device) / times["lockstep"], 4),
+        "exposed copies, share of the step": round((times["lockstep"] - kept) / times["lockstep"], 4),
         "exposed copies, share of the step as its report counts": round(exposed / times["lockstep"], 4),
         "lockstep over one after the other": round(times["lockstep"] / times["one after the other"], 4),
         "environment": {
