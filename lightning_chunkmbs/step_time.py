@@ -4,7 +4,8 @@
 What gathers and reduces is the link of a rank; what computes is the device. One group is gathered ahead: while a block
 computes, the link gathers the one that follows and, in backward, reduces the one before, and the longer of both counts.
 Nothing computes beside the first gather and the last reduction of a pass. Without ``overlap`` (gloo on a CPU) FSDP2
-waits for every collective; there ChunkMBS gathers beside computation all the same, and waits for reductions. Stock
+waits for every collective; there ChunkMBS gathers beside computation all the same, and waits for reductions. What such
+a gather takes of the processors (gloo copies) is lost to computation: its ``gather_share``. Stock
 gathers each block for forward and for backward of every micro-batch and reduces it in every micro-batch; ChunkMBS does
 each once per pass. Backward computes three forwards: recomputation, gradients of inputs and gradients of parameters.
 """
@@ -78,6 +79,7 @@ def predict(
     pcie_bytes_per_second: float | None = None,
     passes: int = 1,
     overlap: bool = True,
+    gather_share: float = 0.0,
 ) -> StepTime:
     """Predict the time of an optimizer step.
 
@@ -93,6 +95,7 @@ def predict(
         pcie_bytes_per_second: bytes copied between device and host in a second, each way; None: no time.
         passes: passes that ChunkMBS takes (more than one with ``max_lockstep``).
         overlap: all communication goes on beside computation; see [Note: how time adds up].
+        gather_share: share of a gather's time that it takes from computation beside it, from 0 to 1.
 
     Returns:
         The step's time in seconds. A collective of a group with B bytes takes ``latency + B * (ranks - 1) / ranks /
@@ -114,9 +117,9 @@ def predict(
         copies = [block.offloaded_bytes * together / pcie if pcie else 0.0 for block in blocks]
         gathers = [collective(block.gathered_bytes) for block in blocks]
         reduces = [collective(block.reduced_bytes) for block in blocks]
-        forward = _passed(computes, copies, gathers, [0.0] * len(blocks), gathers_ahead, overlap)
+        forward = _passed(computes, copies, gathers, [0.0] * len(blocks), gathers_ahead, overlap, gather_share)
         again = [BACKWARD * c for c in computes[::-1]]
-        backward = _passed(again, copies[::-1], gathers[::-1], reduces[::-1], gathers_ahead, overlap)
+        backward = _passed(again, copies[::-1], gathers[::-1], reduces[::-1], gathers_ahead, overlap, gather_share)
         # Nothing computes beside the gather of the root group, nor beside its reduction.
         kept = collective(kept_gathered_bytes) + collective(kept_reduced_bytes)
         outside = BACKWARD * outside_seconds * together
@@ -141,6 +144,7 @@ def _passed(
     reduces: list[float],
     gathers_ahead: bool,
     reduces_beside: bool,
+    gather_share: float,
 ) -> float:
     """Return the seconds of blocks one after the other, each given by its own seconds of each kind."""
     if not gathers_ahead:
@@ -148,7 +152,8 @@ def _passed(
     following, before = [*gathers[1:], 0.0], [0.0, *reduces[:-1]]
     beside = following if not reduces_beside else [g + r for g, r in zip(following, before, strict=True)]
     exposed = sum(gathers[:1]) + sum(reduces[-1:] if reduces_beside else reduces)
-    return exposed + sum(map(max, computes, copies, beside))
+    slowed = [compute + gather_share * gather for compute, gather in zip(computes, following, strict=True)]
+    return exposed + sum(map(max, slowed, copies, beside))
 
 
 def _check(**numbers: float) -> None:

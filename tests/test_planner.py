@@ -162,6 +162,17 @@ def test_the_first_gather_and_the_last_reduction_of_a_pass_are_exposed():
     assert time.chunkmbs == time.stock == pytest.approx(time.compute + 1 + 1 + 2)
 
 
+def test_what_a_gather_takes_of_the_processors_is_not_computed_in():
+    blocks = [BlockWork(forward_seconds=4.0, gathered_bytes=2e9, reduced_bytes=4e9)] * 3
+    times = [
+        predict(blocks, micro_batches=2, ranks=2, link_bytes_per_second=1e9, overlap=False, gather_share=share)
+        for share in (0.0, 0.5)
+    ]
+    # Two of three gathers of a second each have computation beside them, in forward and in backward.
+    assert times[1].chunkmbs - times[0].chunkmbs == pytest.approx(2 * 2 * 0.5)
+    assert times[1].stock == times[0].stock  # which gathers beside nothing
+
+
 def test_offloading_slower_than_computation_costs_time():
     blocks = [BlockWork(forward_seconds=0.01, gathered_bytes=0, reduced_bytes=0, offloaded_bytes=1e9)]
     time = predict(blocks, micro_batches=2, ranks=2, link_bytes_per_second=1e9, pcie_bytes_per_second=1e9)
