@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from .trees import map_tree
+from .unknown_values import Answers
 
 __all__: list[str] = []
 
@@ -45,7 +46,7 @@ def rehearsed(module: pl.LightningModule, trainer: Any, ranks: int) -> Iterator[
     def all_gather(data: Any, *_: Any, **__: Any) -> Any:
         return map_tree(lambda x, _: torch.stack([x] * ranks) if isinstance(x, Tensor) else x, data)
 
-    with ExitStack() as undo:
+    with ExitStack() as undo, Answers():
         undo.enter_context(_shadowed(module, log=_nothing, all_gather=all_gather, _trainer=_Onlooker(trainer)))
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             # They look at values (are there NaNs, how many classes?) and refuse those that are not possible.

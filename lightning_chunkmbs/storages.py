@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .unknown_sizes import answer_for
+from .unknown_values import answer_for, note_value, value_of
 
 __all__: list[str] = []
 
@@ -21,8 +21,8 @@ __all__: list[str] = []
 class StorageCounter(TorchDispatchMode):
     """Counts the bytes of storages that operations make, for as long as they live.
 
-    Entered inside a ``FakeTensorMode``. Scratch memory inside an operation is not seen. Where a program asks for the
-    value of a fake tensor, which has none, it is told 1 (or True); masks select everything.
+    Entered inside a ``FakeTensorMode``. Scratch memory inside an operation is not seen. Programs that ask for
+    values are told what [Note: what is told] says.
 
     Attributes:
         live: bytes alive now.
@@ -53,8 +53,9 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _one(args[0].dtype)
+            return value_of(args[0])
         result = _run(func, args, kwargs or {})
+        note_value(func, args, result)
         if not self._paused:
             self.flops += _flops(func._overloadpacket, result, args, kwargs or {})
             for tensor in tree_leaves(result):
@@ -86,12 +87,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     # The shapes of this one are known for bfloat16 only, while its kernel on the CPU takes other dtypes too.
     matrices = [matrix.to(torch.bfloat16) for matrix in args[:2]]
     return func(*matrices, *args[2:], **kwargs).to(args[0].dtype)
-
-
-def _one(dtype: torch.dtype) -> bool | int | float:
-    if dtype is torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
 
 
 def _flops(packet: Any, result: Any, args: Any, kwargs: Any) -> int:

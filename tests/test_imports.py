@@ -75,7 +75,7 @@ ROWS = [
         "selective",
         "step_time",
         "trees",
-        "unknown_sizes",
+        "unknown_values",
     },
 ]
 LEVEL = {module: row for row, modules in enumerate(ROWS) for module in modules}

@@ -1,4 +1,4 @@
-"""Sizes that depend on values, on tensors that have none: those of real tensors where everything is selected."""
+"""What depends on values, on tensors that have none: numbers are ones, and everything is selected."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
 from lightning_chunkmbs.storages import StorageCounter
+from lightning_chunkmbs.unknown_values import Answers
 
 
 def values() -> tuple[Tensor, Tensor, Tensor]:
@@ -73,3 +74,30 @@ def test_shapes_are_those_of_real_tensors_that_are_selected_whole(name):
         found = shapes(CASES[name])
     assert found == shapes(CASES[name])
     assert counter.peak > 0
+
+
+QUESTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "value": lambda x, y, mask: x[0, 0].item(),
+    "values": lambda x, y, mask: y[0].tolist(),
+    "nan": lambda x, y, mask: bool(x.sum().isnan()),
+    "any nan": lambda x, y, mask: bool(torch.isnan(x).any()),
+    "nan or infinite": lambda x, y, mask: bool((x.isnan() | x.isinf()).any()),
+    "all finite": lambda x, y, mask: bool(torch.isfinite(x).all()),
+    "not finite": lambda x, y, mask: bool((~torch.isfinite(x)).any()),
+    "no label": lambda x, y, mask: bool((y != -100).sum() == 0),
+    "number of labels": lambda x, y, mask: int((y != -100).sum() > 0),
+    "padding": lambda x, y, mask: int((y == 0).sum()),
+    "padding or not": lambda x, y, mask: bool(((y == 0) & mask).any() or torch.cat([y < 0, y > 5]).any()),
+    "expert": lambda x, y, mask: bool(y[0, 0] == 8),
+    "same": lambda x, y, mask: bool((x[0, 0] <= x[0, 1]) & (x[0, 0] >= x[0, 1])),
+    "printed": lambda x, y, mask: f"{x.sum() / 20:.3f} {y.sum() // 20} {(y[0, 0] == 8)}",
+    "different": lambda x, y, mask: bool(x[0, 0] != x[0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_answers_are_those_of_ones(name):
+    ones = torch.ones(4, 5, requires_grad=True), torch.ones(4, 5, dtype=torch.int64), torch.ones(4, 5) > 0
+    with FakeTensorMode(), StorageCounter(), Answers():
+        found = QUESTIONS[name](*values())
+    assert found == QUESTIONS[name](*ones)
