@@ -31,7 +31,7 @@ from .chunked_tensor import refuse_late_hooks, same_values
 from .guards import walk
 from .host_functions import grad_to_host
 from .host_tensor import HostTensor
-from .trees import map_tree, tree_leaves
+from .trees import leaves, map_tree
 
 
 class _Exit:
@@ -291,7 +291,7 @@ def _run(exits: list[_Exit], retain_graph: bool = False) -> int:
 
 
 def _grad_tensors(tree: Any) -> list[Tensor]:
-    return [leaf for _, leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _sequence_number() -> int:
