@@ -167,22 +167,24 @@ class Lockstep:
 
     def _resume(self, step: _Step, finish: Callable[[int, Any], None], *value: Any) -> None:
         """Let a step run until it waits at a block or ends."""
-        result = self._turn(step, lambda: step.greenlet.switch(*value))
+        result = self._turn(step, step.greenlet.switch, *value)
         step.request = None if step.greenlet.dead else result
         if step.greenlet.dead:
             self._calls.refuse_inner(result)
             finish(step.index, result)
 
-    def _turn(self, step: _Step, switch: Callable[[], Any]) -> Any:
+    def _turn(self, step: _Step, switch: Callable[..., Any], *value: Any) -> Any:
         base = ThreadState.now()
         self._on_turn(step.index)
         self._attributes.enter(step.index)
         self._running = step
         step.state.apply(base)
+        result = None
         try:
-            return switch()
+            result = switch(*value)
+            return result
         finally:
-            step.state = ThreadState.now()
+            step.state = result.state if isinstance(result, _Request) else ThreadState.now()
             self._running = None
             self._attributes.leave(step.index, ended=step.greenlet.dead)
             base.apply(step.state)
@@ -243,7 +245,7 @@ class Lockstep:
 
     def _raise_in(self, step: _Step, error: BaseException) -> None:
         """Raise what a block raised, with the step that called it in the traceback."""
-        self._turn(step, lambda: step.greenlet.throw(error))
+        self._turn(step, step.greenlet.throw, error)
         raise error
 
     def guarded(self) -> AbstractContextManager[None]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -30,8 +29,7 @@ _ATTENTION = (
 )
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """Grad mode, autocast, attention kernels, default dtype and device, saved-tensor hooks and modes of the thread."""
 
     grad: bool
@@ -51,9 +49,9 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             dtype=torch.get_default_dtype(),
             device=_device.CURRENT_DEVICE,
-            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices()),
+            autocast=tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices()]),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            attention=tuple(enabled() for enabled, _ in _ATTENTION),
+            attention=tuple([enabled() for enabled, _ in _ATTENTION]),
             saved_hooks=_saved_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
@@ -91,6 +89,8 @@ def _devices() -> tuple[str, ...]:
 
 def _swap(old: tuple[Any, ...], new: tuple[Any, ...], pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
     """Take what differs off a stack and put the new entries on it."""
+    if not old and not new:
+        return
     same = 0
     while same < min(len(old), len(new)) and old[same] is new[same]:
         same += 1
