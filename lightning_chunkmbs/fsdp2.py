@@ -22,6 +22,7 @@ _PARTS = (
     "_pre_forward",
     "_post_forward",
     "_lazy_init",
+    "_pre_backward",
     "_register_pre_backward_hook",
     "_root_post_backward_final_callback",
 )
@@ -120,6 +121,19 @@ def take_hooks_off(module: nn.Module) -> None:
     state = fsdp_state(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+
+
+def begin_backward_once(module: nn.Module) -> None:
+    """Begin a block's backward pass with the first of its chunks; FSDP2 would look for each of them what is to do."""
+    state = fsdp_state(module)
+    state._pre_backward = functools.partial(_pre_backward, module, state)
+
+
+def _pre_backward(module: nn.Module, state: Any, grad: Tensor) -> Any:
+    begun = all(owner._training_state.name == "PRE_BACKWARD" for owner in (state, *param_groups(module)))
+    if begun and state._state_ctx.post_backward_final_callback_queued:
+        return grad
+    return type(state)._pre_backward(state, grad)
 
 
 def keep_casts(module: nn.Module) -> None:
