@@ -126,14 +126,15 @@ def take_hooks_off(module: nn.Module) -> None:
 def begin_backward_once(module: nn.Module) -> None:
     """Begin a block's backward pass with the first of its chunks; FSDP2 would look for each of them what is to do."""
     state = fsdp_state(module)
-    state._pre_backward = functools.partial(_pre_backward, module, state)
+    owners, begun = [state, *param_groups(module)], type(state._training_state).PRE_BACKWARD
 
+    def pre_backward(grad: Tensor) -> Any:
+        queued = state._state_ctx.post_backward_final_callback_queued
+        if queued and all(owner._training_state is begun for owner in owners):
+            return grad
+        return type(state)._pre_backward(state, grad)
 
-def _pre_backward(module: nn.Module, state: Any, grad: Tensor) -> Any:
-    begun = all(owner._training_state.name == "PRE_BACKWARD" for owner in (state, *param_groups(module)))
-    if begun and state._state_ctx.post_backward_final_callback_queued:
-        return grad
-    return type(state)._pre_backward(state, grad)
+    state._pre_backward = pre_backward
 
 
 def keep_casts(module: nn.Module) -> None:
