@@ -234,7 +234,8 @@ class BlockCalls:
     def _continue_chain(self, call: _Call, calls: list[BlockCall]) -> bool:
         """Continue the graph of an earlier call if all that comes in was handed out by it, and is what it was then."""
         tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
-        sources = [self._given[t] for t in tensors if t in self._given and self._given[t].unchanged(t)]
+        found = [(t, self._given.get(t)) for t in tensors]
+        sources = [given for t, given in found if given is not None and given.unchanged(t)]
         if not sources or len(sources) < len(tensors):
             return False
         earlier: _Call | None = sources[0].exit.call()
