@@ -53,7 +53,7 @@ class _Step:
         self.request: _Request | None = None
 
     def take_call(self, modes_of: Callable[[int], AbstractContextManager[None]], base: ThreadState) -> BlockCall:
-        """Return the call that waits, to be run from state ``base`` in that of the step, which lets it go."""
+        """Return the call that waits, to be run from state ``base`` in the step's; the step keeps no hold of it."""
         request, self.request = self.request, None
         if request is None:
             raise AssertionError("a step that is to run a block waits for it")
