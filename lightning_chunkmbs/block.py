@@ -29,7 +29,7 @@ from .chunk_runs import BlockCall, BlockSettings, run_fitting
 from .joining import OutputJoin
 from .recorders import Recorded, put_back
 from .ties import knots_for, tie
-from .trees import tree_leaves
+from .trees import leaves
 
 _SETTINGS = "_chunkmbs_settings"
 
@@ -122,7 +122,7 @@ def run_block(
 def _join(settings: BlockSettings, join: OutputJoin, results: list[tuple[Any, Recorded]]) -> tuple[Any, Recorded]:
     """Join what the chunks of one micro-batch returned, and what was recorded inside them."""
     output = join.join([output for output, _ in results])
-    if torch.is_grad_enabled() and not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(output)):
+    if torch.is_grad_enabled() and not any(isinstance(leaf, Tensor) for leaf in leaves(output)):
         raise TypeError(
             f"{settings.name}: a block returns what it computes, and this one returned no tensor. What it writes into "
             f"an argument or attribute is lost when it is recomputed; return it, or take the block out of the plans."

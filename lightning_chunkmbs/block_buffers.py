@@ -36,6 +36,8 @@ class BlockBuffers:
 
         Running statistics of norms in training mode are always among them.
         """
+        if not self._any:
+            return []
         nothing: _Mark = (None, 0)
         statistics = set(self._statistics())
         return [

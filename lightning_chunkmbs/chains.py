@@ -31,7 +31,7 @@ from .chunked_tensor import refuse_late_hooks, same_values
 from .guards import walk
 from .host_functions import grad_to_host
 from .host_tensor import HostTensor
-from .trees import map_tree, tree_leaves
+from .trees import leaves, map_tree
 
 
 class _Exit:
@@ -234,7 +234,8 @@ class BlockCalls:
     def _continue_chain(self, call: _Call, calls: list[BlockCall]) -> bool:
         """Continue the graph of an earlier call if all that comes in was handed out by it, and is what it was then."""
         tensors = [t for c in calls for t in _grad_tensors((c.args, c.kwargs))]
-        sources = [self._given[t] for t in tensors if t in self._given and self._given[t].unchanged(t)]
+        found = [(t, self._given.get(t)) for t in tensors]
+        sources = [given for t, given in found if given is not None and given.unchanged(t)]
         if not sources or len(sources) < len(tensors):
             return False
         earlier: _Call | None = sources[0].exit.call()
@@ -291,7 +292,7 @@ def _run(exits: list[_Exit], retain_graph: bool = False) -> int:
 
 
 def _grad_tensors(tree: Any) -> list[Tensor]:
-    return [leaf for _, leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _sequence_number() -> int:

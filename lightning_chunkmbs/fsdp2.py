@@ -22,6 +22,7 @@ _PARTS = (
     "_pre_forward",
     "_post_forward",
     "_lazy_init",
+    "_pre_backward",
     "_register_pre_backward_hook",
     "_root_post_backward_final_callback",
 )
@@ -120,6 +121,20 @@ def take_hooks_off(module: nn.Module) -> None:
     state = fsdp_state(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+
+
+def begin_backward_once(module: nn.Module) -> None:
+    """Begin a block's backward pass with the first of its chunks; FSDP2 would look for each of them what is to do."""
+    state = fsdp_state(module)
+    owners, begun = [state, *param_groups(module)], type(state._training_state).PRE_BACKWARD
+
+    def pre_backward(grad: Tensor) -> Any:
+        queued = state._state_ctx.post_backward_final_callback_queued
+        if queued and all(owner._training_state is begun for owner in owners):
+            return grad
+        return type(state)._pre_backward(state, grad)
+
+    state._pre_backward = pre_backward
 
 
 def keep_casts(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .chunked_tensor import Assembly, Cuts
 from .host_functions import join, stash
 from .host_tensor import HostTensor, Put
-from .trees import map_tree, tree_leaves
+from .trees import leaves, map_tree, tree_leaves
 
 
 class OutputJoin:
@@ -98,11 +98,10 @@ class OutputJoin:
         """Return the joined output; ``outputs`` are those that :meth:`place` returned, in the order of the batch."""
         if len(outputs) == 1:
             return outputs[0]
-        leaves = [[leaf for _, leaf in tree_leaves(output)] for output in outputs]
         joined = iter(
             [
                 self._join(path, list(values))
-                for path, values in zip(self._paths or (), zip(*leaves, strict=True), strict=True)
+                for path, values in zip(self._paths or (), zip(*map(leaves, outputs), strict=True), strict=True)
             ]
         )
         return map_tree(lambda _leaf, _path: next(joined), outputs[0])

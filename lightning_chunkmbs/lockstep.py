@@ -37,9 +37,9 @@ class _Request(NamedTuple):
     state: ThreadState
 
     @property
-    def key(self) -> tuple[bool, tuple[Any, ...]]:
+    def key(self) -> tuple[Any, ...]:
         """Calls of one block that agree in this run together."""
-        return self.state.grad, self.state.autocast
+        return self.state.grad, self.state.autocast, self.state.autocast_dtypes
 
 
 class _Step:
@@ -52,23 +52,24 @@ class _Step:
         self.state = state
         self.request: _Request | None = None
 
-    def take_call(self, modes_of: Callable[[int], AbstractContextManager[None]]) -> BlockCall:
-        """Return the call that waits, to be run in the step's state; the step keeps no hold of its arguments."""
+    def take_call(self, modes_of: Callable[[int], AbstractContextManager[None]], base: ThreadState) -> BlockCall:
+        """Return the call that waits, to be run from state ``base`` in the step's; the step keeps no hold of it."""
         request, self.request = self.request, None
         if request is None:
             raise AssertionError("a step that is to run a block waits for it")
-        return BlockCall(request.call.args, request.call.kwargs, partial(self.run, modes_of))
+        return BlockCall(request.call.args, request.call.kwargs, partial(self.run, modes_of, base))
 
-    def run(self, modes_of: Callable[[int], AbstractContextManager[None]], fn: Callable[[], Any]) -> Any:
-        """Run ``fn`` in the paused step's state, contextvars and modes of modules."""
-        before = ThreadState.now()
-        self.state.apply(before)
+    def run(
+        self, modes_of: Callable[[int], AbstractContextManager[None]], base: ThreadState, fn: Callable[[], Any]
+    ) -> Any:
+        """Run ``fn`` in the paused step's state, contextvars and modes of modules; the thread's state is ``base``."""
+        self.state.apply(base)
         context = self.greenlet.gr_context
         try:
             with modes_of(self.index):
                 return fn() if context is None else context.run(fn)
         finally:
-            before.apply()
+            base.apply()
 
 
 class Lockstep:
@@ -129,9 +130,9 @@ class Lockstep:
         with self._requests_come_here(), self._guards.installed(), self._attributes.watching():
             try:
                 for step in self._steps:
-                    self._resume(step, finish)
+                    self._resume(step, base, finish)
                 while (group := self._next_group()) is not None:
-                    self._run_group(*group, finish)
+                    self._run_group(*group, base, finish)
             finally:
                 self._end_steps()
                 base.apply()
@@ -165,24 +166,25 @@ class Lockstep:
         parent = step.greenlet.parent
         return parent.switch(_Request(self._index[block], call, ThreadState.now()))
 
-    def _resume(self, step: _Step, finish: Callable[[int, Any], None], *value: Any) -> None:
-        """Let a step run until it waits at a block or ends."""
-        result = self._turn(step, lambda: step.greenlet.switch(*value))
+    def _resume(self, step: _Step, base: ThreadState, finish: Callable[[int, Any], None], *value: Any) -> None:
+        """Let a step run until it waits at a block or ends; the thread's state is ``base``."""
+        result = self._turn(step, base, step.greenlet.switch, *value)
         step.request = None if step.greenlet.dead else result
         if step.greenlet.dead:
             self._calls.refuse_inner(result)
             finish(step.index, result)
 
-    def _turn(self, step: _Step, switch: Callable[[], Any]) -> Any:
-        base = ThreadState.now()
+    def _turn(self, step: _Step, base: ThreadState, switch: Callable[..., Any], *value: Any) -> Any:
         self._on_turn(step.index)
         self._attributes.enter(step.index)
         self._running = step
         step.state.apply(base)
+        result = None
         try:
-            return switch()
+            result = switch(*value)
+            return result
         finally:
-            step.state = ThreadState.now()
+            step.state = result.state if isinstance(result, _Request) else ThreadState.now()
             self._running = None
             self._attributes.leave(step.index, ended=step.greenlet.dead)
             base.apply(step.state)
@@ -194,7 +196,7 @@ class Lockstep:
             if step.greenlet and not step.greenlet.dead:
                 # What a step raises while it ends would hide why it had to end.
                 with suppress(BaseException):
-                    self._turn(step, step.greenlet.throw)
+                    self._turn(step, ThreadState.now(), step.greenlet.throw)
 
     @property
     def current(self) -> int | None:
@@ -215,22 +217,25 @@ class Lockstep:
         at_block = [(s, r) for s, r in waiting if r.block == block and r.state.grad == bool(grad)]
         return block, bool(grad), [s for s, r in at_block if r.key == at_block[0][1].key]
 
-    def _run_group(self, index: int, grad: bool, steps: list[_Step], finish: Callable[[int, Any], None]) -> None:
+    def _run_group(
+        self, index: int, grad: bool, steps: list[_Step], base: ThreadState, finish: Callable[[int, Any], None]
+    ) -> None:
+        """Run a block for ``steps``, and these until they wait again; the thread's state is ``base``."""
         block = self._sharded.blocks[index]
         with torch.set_grad_enabled(grad):
             if not steps:
                 self._run_idle(block, grad)
                 return
             try:
-                values = self._run_block(block, steps, grad)
+                values = self._run_block(block, steps, base._replace(grad=grad))
             except BaseException as error:
                 self._raise_in(steps[0], error)
         for step, value in zip(steps, values, strict=True):
-            self._resume(step, finish, value)
+            self._resume(step, base, finish, value)
 
-    def _run_block(self, block: nn.Module, steps: list[_Step], grad: bool) -> list[Any]:
-        calls = [s.take_call(self._attributes.modes_of) for s in steps]
-        if not grad:
+    def _run_block(self, block: nn.Module, steps: list[_Step], base: ThreadState) -> list[Any]:
+        calls = [s.take_call(self._attributes.modes_of, base) for s in steps]
+        if not base.grad:
             return run_block(block, calls)
         name = block_settings(block).name
         return self._calls.run(name, calls, lambda hand_out: run_block(block, calls, hand_out))
@@ -243,7 +248,7 @@ class Lockstep:
 
     def _raise_in(self, step: _Step, error: BaseException) -> None:
         """Raise what a block raised, with the step that called it in the traceback."""
-        self._turn(step, lambda: step.greenlet.throw(error))
+        self._turn(step, ThreadState.now(), step.greenlet.throw, error)
         raise error
 
     def guarded(self) -> AbstractContextManager[None]:

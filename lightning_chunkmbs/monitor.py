@@ -17,7 +17,7 @@ from torchmetrics import MaxMetric, SumMetric
 from .mixin import ChunkMBSMixin
 from .report import Notices, StepReport
 from .strategy import ChunkMBSStrategy
-from .trees import tree_leaves
+from .trees import leaves
 
 _SHORT = {"all_gathers": "gathers", "reduce_scatters": "scatters"}
 _STATES = ("host_bytes", "peak_device_bytes")  # not added up over steps
@@ -147,7 +147,7 @@ class ChunkMBSMonitor(Callback):
                     f"{type(batch).__name__} without. Pass a function: tokens=lambda batch: batch[0].numel()."
                 )
             return found.numel()
-        sizes = [len(leaf) for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        sizes = [len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         if not sizes:
             raise ValueError(
                 f"ChunkMBSMonitor counts samples by the first tensor of a batch, and a {type(batch).__name__} has "

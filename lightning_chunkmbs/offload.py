@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -287,7 +288,7 @@ class ActivationStore:
         """Start to bring back what is probably taken next."""
         room = self._settings.prefetch_bytes
         self._ahead = [ref for ref in self._ahead if (ahead := ref()) is not None and ahead.loading is not None]
-        for ahead in (*activation.companions(), *activation.neighbours(forward)):
+        for ahead in chain(activation.companions(), activation.neighbours(forward)):  # not to its end: it is long
             if ahead.buffer is None or (room is not None and ahead.nbytes > room):
                 return
             if ahead.loading is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .fsdp2 import fsdp_module
-from .trees import tree_leaves
+from .trees import leaves
 
 
 class Prefetch:
@@ -71,7 +71,7 @@ class Prefetch:
 
     def before_backward(self, block: nn.Module, output: Any) -> None:
         """Called with what the call of a block returns: say, once its gradient comes, what to gather ahead."""
-        tensors = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if tensors:
             self._waiting.append(block)
         told = False

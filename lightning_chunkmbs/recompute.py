@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,16 +59,18 @@ class Run:
 
     def _again(self, values: Sequence[Tensor]) -> Any:
         now = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
+        if now != self._dtype:
+            torch.set_default_dtype(self._dtype)
         block = self._buffers.block
         training = block.training
         try:
             if training != self._training:  # a step may toggle eval() and train() around its passes
                 block.train(self._training)
-            with self._buffers.kept(self._written):
+            with self._buffers.kept(self._written) if self._written else nullcontext():
                 return self._forward(values, True)
         finally:
-            torch.set_default_dtype(now)
+            if torch.get_default_dtype() != now:
+                torch.set_default_dtype(now)
             if training != self._training:
                 block.train(training)
 

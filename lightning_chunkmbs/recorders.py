@@ -27,6 +27,8 @@ def _open_lists() -> dict[str, list[Any]]:
 def taking_off(fn: Callable[[], Any]) -> tuple[Any, Recorded]:
     """Run ``fn`` and return its result with what was recorded meanwhile, taken off the lists."""
     lists = _open_lists()
+    if not lists:
+        return fn(), {}
     lengths = {key: len(values) for key, values in lists.items()}
     try:
         result = fn()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .agree import Agree
-from .trees import tree_leaves
+from .trees import leaves
 
 
 class SameBatch:
@@ -34,7 +34,7 @@ class SameBatch:
         """
         values = loader not in self._seen  # afterwards not: each look at values waits for the device
         self._seen.add(loader)
-        mark = zlib.crc32(b"".join(_described(leaf, values) for _, leaf in tree_leaves(batch)))
+        mark = zlib.crc32(b"".join(_described(leaf, values) for leaf in leaves(batch)))
         least, greatest = self._agree([mark, -mark])
         if least != -greatest:
             raise ValueError(

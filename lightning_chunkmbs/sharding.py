@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from .failures import is_communication_error
 from .fsdp2 import (
+    begin_backward_once,
     clear_shard_gradients,
     count_collectives,
     drop_unreduced,
@@ -91,6 +92,7 @@ class ShardedModel:
             keep_casts(module)
         for block in self.blocks:
             join_groups(block)
+            begin_backward_once(block)
         root.zero_grad = functools.partial(self._zero_grad, root.zero_grad)  # type: ignore[method-assign]
         for module in (root, *root.children()):
             if module not in inside and any(True for _ in module.parameters()):

@@ -15,18 +15,18 @@ class StepLogs:
     micro-batch. Side by side a step that calls fewer blocks ends, and logs, before earlier ones.
 
     Args:
-        trainer: the Trainer.
+        results: the Trainer's results of training, by key; None before it trains.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, results: Any) -> None:
+        self.results = results
         self._step = 0
         self._before: dict[str, Any] = {}
         self._last: dict[str, tuple[int, Any]] = {}  # the latest step that logged, and what
 
     def turn(self, step: int) -> None:
         """Note what was logged since the last call; what comes now is logged by ``step``."""
-        now = {key: metric._forward_cache for key, metric in self._metrics.items()}
+        now = {key: metric._forward_cache for key, metric in (self.results or {}).items()}
         for key, value in now.items():
             if value is not self._before.get(key) and self._step >= self._last.get(key, (0,))[0]:
                 self._last[key] = self._step, value
@@ -36,12 +36,8 @@ class StepLogs:
         """Let what the latest steps logged be what was logged last; all steps have ended."""
         self.turn(0)
         for key, (_, value) in self._last.items():
-            metric = self._metrics[key]
+            metric = self.results[key]
             metric._forward_cache = value
             if metric.is_tensor and not metric.meta.on_epoch:
                 metric.value = value
         self._before, self._last = {}, {}
-
-    @property
-    def _metrics(self) -> dict[str, Any]:
-        return self._trainer._results or {}

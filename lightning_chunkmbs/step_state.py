@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -30,14 +29,14 @@ _ATTENTION = (
 )
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """Grad mode, autocast, attention kernels, default dtype and device, saved-tensor hooks and modes of the thread."""
 
     grad: bool
     dtype: torch.dtype
     device: torch.device | None
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: tuple[bool, ...]  # on the CPU and on the accelerator, if there is one
+    autocast_dtypes: tuple[torch.dtype, ...]
     autocast_cache: bool
     attention: tuple[bool, ...]
     saved_hooks: tuple[tuple[Any, Any], ...]
@@ -51,9 +50,10 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             dtype=torch.get_default_dtype(),
             device=_device.CURRENT_DEVICE,
-            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices()),
+            autocast=tuple([torch.is_autocast_enabled(d) for d in _devices()]),
+            autocast_dtypes=tuple([torch.get_autocast_dtype(d) for d in _devices()]),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            attention=tuple(enabled() for enabled, _ in _ATTENTION),
+            attention=tuple([enabled() for enabled, _ in _ATTENTION]),
             saved_hooks=_saved_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
@@ -67,10 +67,10 @@ class ThreadState:
         if self.dtype != now.dtype:
             torch.set_default_dtype(self.dtype)
         _device.CURRENT_DEVICE = self.device
-        if any(enabled for _, enabled, _ in (*self.autocast, *now.autocast)):
+        if True in self.autocast or True in now.autocast:
             torch.clear_autocast_cache()
-        if self.autocast != now.autocast:
-            for device, enabled, dtype in self.autocast:
+        if self.autocast != now.autocast or self.autocast_dtypes != now.autocast_dtypes:
+            for device, enabled, dtype in zip(_devices(), self.autocast, self.autocast_dtypes, strict=True):
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
         if self.autocast_cache != now.autocast_cache:
@@ -91,6 +91,8 @@ def _devices() -> tuple[str, ...]:
 
 def _swap(old: tuple[Any, ...], new: tuple[Any, ...], pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
     """Take what differs off a stack and put the new entries on it."""
+    if not old and not new:
+        return
     same = 0
     while same < min(len(old), len(new)) and old[same] is new[same]:
         same += 1

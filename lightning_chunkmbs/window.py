@@ -57,7 +57,7 @@ class Window:
         self._complete = True
         self._lockstep: Lockstep | None = None
         self._ran: list[MicroBatch] = []
-        self._logged = StepLogs(trainer)
+        self._logged = StepLogs(None)
         self._losses: dict[int, Tensor] = {}  # by micro-batch
         self.outputs: list[dict[str, Any]] = []
         self.state = ""
@@ -168,6 +168,7 @@ class Window:
 
     def run_alone(self, batch: MicroBatch, step: Callable[..., Any], stands_for: int = 1) -> Any:
         """Run one step in the ordinary way; its loss counts as the sum of ``stands_for`` micro-batches' losses."""
+        self._logged = StepLogs(self._trainer._results)
         self._on_turn([batch], 0)
         output = step(*batch.args, **batch.kwargs)
         if stands_for > 1 and isinstance(output, Mapping) and output.get("loss") is not None:
@@ -187,7 +188,7 @@ class Window:
 
     def _new_lockstep(self, batches: list[MicroBatch]) -> Lockstep:
         self._attributes = self._watched()
-        self._logged = StepLogs(self._trainer)
+        self._logged = StepLogs(self._trainer._results)
         return Lockstep(
             self._model.sharded,
             self._attributes,
@@ -199,7 +200,7 @@ class Window:
     def _on_turn(self, batches: list[MicroBatch], i: int) -> None:
         """What Lightning infers a logged value's batch size from belongs to the step that logs."""
         self._logged.turn(i)
-        results = self._trainer._results
+        results = self._logged.results
         if results is not None:
             results.batch = batches[i].args[0] if batches[i].args else None
             results.batch_size = None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_chunkmbs.trees import map_tree, tree_leaves
+from lightning_chunkmbs.trees import leaves, map_tree, tree_leaves
 from tests.chunking import make_twins
 
 B, S, H = 5, 3, 4
@@ -29,13 +29,12 @@ class Output:
     rest: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Leaf:
     """Stands for a tensor of a tree: whether it has the batch or size 1, its dtype, and whether it needs a gradient."""
 
-    whole: bool
-    dtype: torch.dtype
-    trained: bool
+    # No dataclass, which would be entered as a part of the tree.
+    def __init__(self, whole: bool, dtype: torch.dtype, trained: bool) -> None:
+        self.whole, self.dtype, self.trained = whole, dtype, trained
 
 
 LEAVES = st.one_of(
@@ -106,6 +105,18 @@ def total(output: Any) -> Tensor:
     """A loss in which every number of an output counts differently."""
     tensors = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return sum((t * torch.linspace(-1, 2, t.numel()).view(t.shape)).sum() for t in tensors)  # type: ignore[return-value]
+
+
+def test_leaves_become_tensors():
+    [whole, (one,)] = fill([Leaf(True, torch.float32, True), (Leaf(False, torch.int64, False),)], 1, 0)
+    assert (whole.shape, whole.dtype, whole.requires_grad) == ((2, B, 2), torch.float32, True)
+    assert (one.shape, one.dtype, one.requires_grad) == ((2, 1, 2), torch.int64, False)
+
+
+@settings(deadline=None, derandomize=True)
+@given(tree=TREES)
+def test_leaves_are_those_that_have_paths(tree):
+    assert [id(leaf) for leaf in leaves(tree)] == [id(leaf) for _, leaf in tree_leaves(tree)]
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_chunkmbs import StepReport
+from lightning_chunkmbs.fsdp2 import fsdp_state
 from tests.collectives import Collectives, count_collectives
 from tests.models import BLOCKS, Stack, Trained, batches, chunked, fit
 from tests.ranks import run_on_ranks
@@ -126,6 +127,41 @@ def test_validation_is_in_no_report(reshard):
     # One validation batch after every step and one before the first, each with a gather of every group.
     validations = (STEPS + 1) * (BLOCKS + 1)
     assert result.total == Counts(STEPS * gathers + validations, STEPS * (BLOCKS + 1))
+
+
+class Begun(Callback):
+    """Counts how often FSDP2 begins the backward pass of a block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        states = [fsdp_state(layer) for layer in module.net.layers]
+        self.owner = type(states[0])
+        self.original = self.owner._pre_backward
+
+        def counted(state: Any, grad: torch.Tensor) -> torch.Tensor:
+            self.blocks += [states.index(state)] if state in states else []
+            return self.original(state, grad)
+
+        self.owner._pre_backward = counted
+
+    def on_train_end(self, *_: Any) -> None:
+        self.owner._pre_backward = self.original
+
+
+def begun_blocks(chunk_mbs: int, accumulate: int) -> tuple[list[int], list[StepReport]]:
+    module, begun = Unobserved(Stack()), Begun()
+    data = batches([BATCH] * accumulate)
+    fit(module, data, chunked(chunk_mbs), callbacks=[begun], accumulate_grad_batches=accumulate)
+    return begun.blocks, module.record.reports
+
+
+@pytest.mark.parametrize(("chunk_mbs", "accumulate"), [(2, 1), (BATCH, 4), (4, 2)])
+def test_the_backward_pass_of_a_block_begins_once_however_many_chunks(chunk_mbs, accumulate):
+    for blocks, reports in run_on_ranks(2, begun_blocks, chunk_mbs, accumulate):
+        assert sum(report.chunks for report in reports) == 4 * BLOCKS
+        assert blocks == [*reversed(range(BLOCKS))]
 
 
 def train_unequally(sizes: list[list[int]]) -> Result:

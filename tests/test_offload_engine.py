@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -85,6 +86,22 @@ def test_one_may_tell_that_the_next_put_is_taken_next() -> None:
         assert handle.load(forward=True)[0, 0] == i
         assert is_loading(handles) == [j == i + 1 for j in range(3)]
     assert store._counter.take().reloaded_bytes == 3 * ROW
+
+
+def test_what_is_taken_next_is_found_without_a_walk_over_all() -> None:
+    looked_at = []
+
+    def neighbours(activation: StoredActivation, forward: bool) -> Iterator[StoredActivation]:
+        for neighbour in original(activation, forward):
+            looked_at.append(neighbour.shape)
+            yield neighbour
+
+    store, original = make_store(), StoredActivation.neighbours
+    handles = puts(store, 50)
+    with patch.object(StoredActivation, "neighbours", neighbours):
+        handles.pop().load()
+    assert is_loading(handles) == [False] * 48 + [True]
+    assert len(looked_at) == 1
 
 
 def test_another_order_is_right_and_holds_no_more_memory() -> None:
