@@ -222,7 +222,6 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
         Returns:
             What the module's ``training_step`` returned; NaN (0-dim) for a micro-batch that was put aside.
         """
-        self._ready_model.replicated.accumulate_in_fp32()
         self._ready_model.check_batch((args, kwargs), ("training", self._module.current_epoch))
         if self._window is None or not self._module.automatic_optimization:
             output = self._single_step(*args, **kwargs)
@@ -236,6 +235,7 @@ class ChunkMBSStrategy(OneTrainer, ComparesData, CheckpointingStrategy):
 
     def _single_step(self, *args: Any, **kwargs: Any) -> Any:
         module, sharded = self._module, self._ready_model.sharded
+        self._ready_model.replicated.accumulate_in_fp32()
         with self.precision_plugin.train_step_context(), single_step(sharded.gather_again):
             return sharded.call(module.training_step, *args, **kwargs, backward_follows=module.automatic_optimization)
 

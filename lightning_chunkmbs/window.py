@@ -114,6 +114,7 @@ class Window:
             What the last ``training_step`` returned, its loss detached.
         """
         self._ran = batches
+        self._model.replicated.accumulate_in_fp32()
         with self._kept_on_error():
             return self._run(batches)
 
