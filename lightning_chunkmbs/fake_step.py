@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
-from .arguments import CutCall, CutRule, cut_call, fill
+from .arguments import CutCall, CutRule, cut_call
 from .block import own_forward
 from .caches import drop_cache
 from .dtypes import Dtypes
+from .fake_chunk import ChunkCost, measure_chunk
 from .fake_save_ops import FakeSaveOps
 from .fake_tensors import make_fake
 from .recorders import Recorded, put_back, taking_off
@@ -39,6 +39,7 @@ class OutsideCost:
     """Bytes of one micro-batch's step outside blocks.
 
     Attributes:
+        held: alive while blocks are back-propagated: masks, rotary tables, what the embedding saves.
         forward: most that is alive beside what is held when the last block is called, until the loss is there.
         backward: most that is alive beside that until the loss is back-propagated to what the last block returned.
         again: the same for a second micro-batch, when these gradients are there.
@@ -47,34 +48,13 @@ class OutsideCost:
         flops: of the forward pass.
     """
 
+    held: int
     forward: int
     backward: int
     again: int
     gradients: int
     front: int
     flops: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkCost:
-    """Bytes of one chunk of a block, beside parameters, their gradients and what comes in.
-
-    Attributes:
-        forward: most that is alive in forward, what it returns and ``kept`` included.
-        backward: most that is alive in recomputation and backward beside ``kept``, gradients of single parameters
-            before they are added to the others included.
-        flops: of the forward pass.
-        entry: its part of the entry activation.
-        exit: what it returns.
-        kept: results that are kept and not computed again.
-    """
-
-    forward: int
-    backward: int
-    flops: int
-    entry: int = 0
-    exit: int = 0
-    kept: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -87,7 +67,7 @@ class _Call:
     entry: int  # bytes of the activation from which it is recomputed
     exit: int  # bytes of what it returned
     held: int  # bytes alive outside blocks when it is made
-    sides: int  # bytes of gradients of further tensors that it is given
+    sides: int  # bytes of gradients of tensors that earlier calls were given too
     trained: bool  # whether it is back-propagated
     fixed: bool  # whether what it is recomputed from needs no gradient, and so stays where it is
 
@@ -113,7 +93,7 @@ class FakeStep:
     dtypes: Dtypes = field(default_factory=Dtypes)
     save: FakeSaveOps = field(default_factory=lambda: FakeSaveOps(()))
     outside: OutsideCost = field(
-        default_factory=lambda: OutsideCost(forward=0, backward=0, again=0, gradients=0, front=0, flops=0)
+        default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, again=0, gradients=0, front=0, flops=0)
     )
     calls: list[_Call] = field(default_factory=list)
     batch_size: int = 1
@@ -133,7 +113,7 @@ class FakeStep:
         if key not in self._costs:
             with self.mode, StorageCounter() as counter, self.context():
                 cut = _cut(block, call.name, rule, call.args, call.kwargs)
-                self._costs[key] = _measure_chunk(block, cut, counter, self.dtypes, self.save)
+                self._costs[key] = measure_chunk(block, cut, counter, self.dtypes, self.save)
         return self._costs[key]
 
 
@@ -183,6 +163,7 @@ class _Run:
         self._fake, self._counter, self._module = fake, counter, module
         self._notices = Notices()
         self._returned = 0
+        self._given: list[Tensor] = []
         self._entries: list[tuple[GradientEdge, torch.Size, torch.dtype]] = []
         self._results: dict[Any, tuple[Any, Recorded]] = {}
 
@@ -194,12 +175,16 @@ class _Run:
         backward = self._backward(loss)
         del loss
         gradients = _gradient_bytes(self._module)
+        held = counter.live - gradients
+        self._given.clear()
         front = self._front(gradients)
         calls = [*self._fake.calls]
         again = self._backward(self._forward(step, batch)[0])
         self._entries.clear()
+        self._given.clear()
         self._fake.calls = calls
         return OutsideCost(
+            held=held,
             forward=forward,
             backward=max(0, backward - gradients),
             again=again,
@@ -256,21 +241,24 @@ class _Run:
             if cut.sizes:
                 self._fake.batch_size = sum(cut.sizes)
             fixed = cut.entry is None
-            entry = _fixed_bytes(args, kwargs) if fixed else _entry_bytes(cut)
+            main = _main((args, kwargs), fixed)
+            entry = 0 if main is None else main.nbytes
             real, recorded = self._result_of(block, forward, args, kwargs)
             put_back({key: [_blank(value) for value in values] for key, values in recorded.items()})
         held = self._counter.live - entry
-        tensors = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        given = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [x for x in given if x.requires_grad]
         # Not the tensors, which would live longer than they do in a step.
         self._entries += [(get_gradient_edge(x), x.shape, x.dtype) for x in tensors if x.grad_fn is not None]
         trained = bool(tensors) or any(p.requires_grad for p in block.parameters())
         output = map_tree(lambda x, _: _stand_in_for(x, trained), real)
         out = sum(leaf.nbytes for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         with self._counter.paused():
-            given, named = map_tree(_blank_leaf, (args, kwargs))
-        graded = {id(x): x.nbytes for x in tensors if not isinstance(x, nn.Parameter)}
-        sides = sum(graded.values()) - (0 if fixed else entry)
-        self._fake.calls.append(_Call(name, given, named, entry, out, held, sides, trained, fixed))
+            kept = map_tree(_blank_leaf, (args, kwargs))
+        # Of what one block gives to the next, a gradient comes as the other goes; of what several are given, it stays.
+        sides = sum({id(x): x.nbytes for x in tensors if any(x is y for y in self._given)}.values())
+        self._fake.calls.append(_Call(name, kept[0], kept[1], entry, out, held, sides, trained, fixed))
+        self._given += [x for x in given if x is not main]  # recomputation needs them
         self._returned = self._counter.live
         self._counter.mark()
         return output
@@ -300,14 +288,10 @@ def _refuse_packed(name: str, rule: CutRule | None, kwargs: dict[str, Any]) -> N
         )
 
 
-def _entry_bytes(cut: CutCall) -> int:
-    return 0 if cut.entry is None else sum(piece.nbytes for piece in cut.pieces[cut.entry])
-
-
-def _fixed_bytes(args: Any, kwargs: Any) -> int:
-    """Bytes of the hidden states that a block is recomputed from where they need no gradient."""
-    leaves = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return next((x.nbytes for x in leaves if x.is_floating_point() and not isinstance(x, nn.Parameter)), 0)
+def _main(arguments: Any, fixed: bool) -> Tensor | None:
+    """The hidden states that a block is recomputed from; ``fixed``: they need no gradient."""
+    leaves = [leaf for _, leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return next((x for x in leaves if not isinstance(x, nn.Parameter) and (fixed or x.requires_grad)), None)
 
 
 def _restore(block: nn.Module, patched: Any) -> None:
@@ -361,50 +345,3 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
 
 def _cut(block: nn.Module, name: str, rule: CutRule | None, args: Any, kwargs: Any) -> CutCall:
     return cut_call(name, rule, own_forward(block)[1], args, kwargs, Notices())
-
-
-def _measure_chunk(
-    block: nn.Module, cut: CutCall, counter: StorageCounter, dtypes: Dtypes, save: FakeSaveOps
-) -> ChunkCost:
-    """Run one chunk twice: in the second run gradients of parameters exist, as for all chunks but the first."""
-    forward, _ = own_forward(block)
-    i = max(range(cut.chunks), key=lambda i: cut.sizes[i] if cut.sizes else 0)
-    values = [v if isinstance(v, nn.Parameter) else _alone(v) for v in cut.chunk(i)]
-
-    def run(*tensors: Tensor) -> Any:
-        args, kwargs = fill(cut.template, dtypes.cast_call(tensors), i)
-        return dtypes.cast_output(forward(*args, **kwargs))
-
-    cost = ChunkCost(forward=0, backward=0, flops=0)
-    for _ in range(2):
-        start, flops = counter.mark(), counter.flops
-        kept: list[int] = []
-        contexts = partial(save.contexts, kept)
-        output = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-        in_forward, flops = counter.peak - start, counter.flops - flops
-        roots = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        del output
-        with counter.paused():
-            gradients = [torch.empty_like(root) for root in roots]
-        if roots:
-            start = counter.mark()
-            torch.autograd.backward(roots, gradients)
-        cost = ChunkCost(
-            forward=in_forward,
-            backward=counter.peak - start if roots else 0,
-            flops=flops,
-            entry=0 if cut.entry is None else values[cut.entry].nbytes,
-            exit=sum(root.nbytes for root in roots),
-            kept=tuple(kept),
-        )
-        del roots, gradients
-        for value in values:
-            value.grad = None
-    for parameter in block.parameters():
-        parameter.grad = None
-    return cost
-
-
-def _alone(value: Tensor) -> Tensor:
-    """A chunk's tensor in memory of its own."""
-    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)

@@ -17,9 +17,9 @@ from .coverage import Plans, brief, cut_rule, resolve
 from .dtypes import Dtypes
 from .fake_optimizer import OptimizerBytes, measure_optimizer
 from .fake_step import FakeStep, run_fake_step
-from .mixin import ChunkMBSMixin
 from .plans import FSDPPlan
-from .step_memory import BlockBytes, Outside, StepBytes, StepMemory, group_bytes, most
+from .step_bytes import BlockBytes, Outside, StepBytes, group_bytes
+from .step_memory import StepMemory, most
 from .step_time import BlockWork, StepTime, predict
 from .trees import tree_leaves
 
@@ -128,7 +128,11 @@ class Planner:
         self.passes = -(-window // self.micro_batches)
         # Those of the first pass, and of the second one, which adds to gradients that are there.
         self._in_passes = [self.micro_batches, min(self.micro_batches, window - self.micro_batches)][: self.passes]
-        self.merged = self.micro_batches if _merges(module) and step is None and window > 1 else None
+        self.merged = (
+            self.micro_batches
+            if getattr(module, "merges_micro_batches", False) and step is None and window > 1
+            else None
+        )
         if self.merged is not None:
             batch = module.merge_micro_batches([batch] * self.merged)  # type: ignore[operator]
             self.micro_batches, self._in_passes = 1, [1] * min(2, self.passes)
@@ -177,6 +181,7 @@ class Planner:
             kept=self._kept,
             outside=Outside(
                 batch=self._batch,
+                held=outside.held,
                 forward=outside.forward,
                 backward=outside.backward,
                 again=outside.again,
@@ -298,10 +303,6 @@ def _check_plannable(module: nn.Module, *, needs_loss: bool) -> None:
             f"A plan is made for whole parameters, and these are split by tensor parallelism: {brief(split)}. Plan for "
             f"the module as it is before, or write chunk_mbs as a number and measure a step."
         )
-
-
-def _merges(module: nn.Module) -> bool:
-    return isinstance(module, ChunkMBSMixin) and module.merges_micro_batches
 
 
 def _side_by_side(plans: Plans) -> int | None:

@@ -12,149 +12,12 @@ buffer from which the last gradients were reduced until the next ones are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from .dtypes import Dtypes
+from .step_bytes import BlockBytes, GroupBytes, Outside, StepBytes
 
 __all__: list[str] = []
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupBytes:
-    """Bytes of the parameters that are gathered together.
-
-    Attributes:
-        shards: a rank's part of the parameters.
-        shard_gradients: a rank's part of their gradients.
-        gathered: all of them, as they are computed with.
-        gradients: their gradients before reduction.
-        buffer: what a gather brings.
-        reduced: what a reduction is made from.
-    """
-
-    shards: int = 0
-    shard_gradients: int = 0
-    gathered: int = 0
-    gradients: int = 0
-    buffer: int = 0
-    reduced: int = 0
-
-
-def group_bytes(parameters: Sequence[Tensor], ranks: int, dtypes: Dtypes) -> GroupBytes:
-    """Return the bytes of parameters that are sharded over ``ranks`` along their first dimension."""
-    total = dict.fromkeys(GroupBytes.__dataclass_fields__, 0)
-    for p in parameters:
-        kept, computed = _dtype(p, dtypes.shards), _dtype(p, dtypes.computed)
-        part = p.numel() if p.ndim == 0 else -(-p.shape[0] // ranks) * (p.numel() // max(1, p.shape[0]))
-        whole = part if p.ndim == 0 else part * ranks  # padded: each rank sends as much
-        total["shards"] += part * kept.itemsize
-        total["gathered"] += p.numel() * computed.itemsize if p.ndim else 0
-        total["buffer"] += whole * computed.itemsize if p.ndim else 0
-        if p.requires_grad:
-            added_up = torch.promote_types(computed, torch.float32)
-            total["shard_gradients"] += part * kept.itemsize
-            total["gradients"] += p.numel() * added_up.itemsize
-            total["reduced"] += whole * (dtypes.reduce or added_up).itemsize
-    return GroupBytes(**total)
-
-
-def _dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and p.is_floating_point() else p.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockBytes:
-    """Bytes that one call of a block needs.
-
-    Attributes:
-        group: its parameters.
-        entry: its entry activation, of a whole micro-batch.
-        exit: what it returns, for a whole micro-batch.
-        chunks: into how many chunks a micro-batch is cut.
-        chunk_entry: the part of ``entry`` of one chunk, the largest.
-        chunk_exit: the part of ``exit`` of one chunk, the largest.
-        kept: results of one chunk that are kept beside its entry activation and not computed again.
-        forward: what one chunk needs in forward, what it returns and ``kept`` included.
-        backward: what one chunk needs in recomputation and backward, beside ``kept``.
-        offloaded: whether entry activations and ``kept`` wait on the host.
-        held: what is alive outside blocks when it is called: masks, rotary tables, what the embedding saves.
-        sides: gradients of further tensors that it is given, for a whole micro-batch.
-        trained: whether it is back-propagated.
-    """
-
-    group: GroupBytes
-    entry: int
-    exit: int
-    chunks: int
-    chunk_entry: int
-    chunk_exit: int
-    forward: int
-    backward: int
-    offloaded: bool
-    kept: tuple[int, ...] = ()
-    held: int = 0
-    sides: int = 0
-    trained: bool = True
-
-    def waiting(self) -> Iterator[int]:
-        """What waits for backward of each chunk of one micro-batch, tensor by tensor."""
-        left = self.entry if self.trained else 0
-        for _ in range(self.chunks if self.trained else 0):
-            part = min(left, self.chunk_entry)
-            left -= part
-            yield part
-            for nbytes in self.kept:
-                yield nbytes * part // self.chunk_entry if self.chunk_entry else nbytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """Bytes that one micro-batch needs outside blocks; see :class:`~lightning_chunkmbs.fake_step.OutsideCost`."""
-
-    batch: int
-    forward: int
-    backward: int
-    again: int
-    gradients: int
-    front: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """Bytes of a rank.
-
-    Attributes:
-        parameters: shards of parameters.
-        gradients: shards of gradients.
-        optimizer: the optimizer's state.
-        optimizer_step: most that the optimizer needs beside while it steps.
-        block: the largest gathered block.
-        block_gradients: its gradients before reduction.
-        chunk: activations of one chunk, the most of all blocks.
-        in_flight: hidden states of all micro-batches that are on the device at once.
-        host: what waits on the host.
-        peaks: bytes on the device at each of the moments of [Note: moments].
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    optimizer_step: int
-    block: int
-    block_gradients: int
-    chunk: int
-    in_flight: int
-    host: int
-    peaks: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """Most bytes on the device."""
-        return max(self.peaks.values())
 
 
 def most(passes: Sequence[StepBytes]) -> StepBytes:
@@ -286,7 +149,8 @@ class StepMemory:
         if self.streams:
             # The output of the last block and its gradient; of a micro-batch alone it goes before its gradient comes.
             last = 1 if self.micro_batches == 1 else 2 * self.micro_batches
-            on_host = int(min(limit, on_host + last * max(b.exit for b in self.blocks)))
+            for nbytes in [*max(self.blocks, key=lambda b: b.exit).exits()] * last:
+                on_host += nbytes if on_host + nbytes <= limit else 0
         elif on_device[-1] == 0:
             on_host -= self.blocks[-1].chunk_entry  # the chunk that is recomputed first stays on the device
         return on_host, on_device
@@ -295,18 +159,24 @@ class StepMemory:
         """What waits on the device for blocks up to block ``i``."""
         return sum(self._on_device[: i + 1])
 
-    def _brought_back(self, block: BlockBytes) -> int:
+    def _brought_back(self, i: int) -> int:
         """The entry activation that is recomputed from and those brought back ahead, and the results kept with it."""
+        block = self.blocks[i]
         if not block.offloaded or block.chunk_entry < self.host_least:
             return 0
-        ahead = block.chunk_entry if self.ahead_bytes is None else min(self.ahead_bytes, self._on_host)
-        return min(block.chunk_entry + ahead, max(self._on_host, block.chunk_entry)) + sum(block.kept)
+        ahead = block.chunk_entry if self.ahead_bytes is None else self.ahead_bytes
+        waiting = self.micro_batches * sum(b.entry for b in self.blocks[: i + 1] if b.offloaded)
+        return min(block.chunk_entry + ahead, waiting) + sum(block.kept)
 
     # -- moments -----------------------------------------------------------------------------------------------------
 
     def _side(self, i: int) -> int:
         """What is there outside blocks when block ``i`` is called."""
         return self.kept.gathered + self.micro_batches * self.blocks[i].held
+
+    @property
+    def _side_in_backward(self) -> int:
+        return self.kept.gathered + self.micro_batches * self.outside.held
 
     def _still_gathered(self, i: int) -> int:
         """Blocks before block ``i`` that were not freed after their forward."""
@@ -325,8 +195,9 @@ class StepMemory:
             return self.micro_batches * block.entry + 2 * block.chunk_exit
         return self.micro_batches * (block.entry * block.offloaded + block.exit)
 
-    def _flying_backward(self, block: BlockBytes) -> int:
-        sides = self.micro_batches * block.sides + self._brought_back(block)
+    def _flying_backward(self, i: int) -> int:
+        block = self.blocks[i]
+        sides = self.micro_batches * block.sides + self._brought_back(i)
         if self.streams:
             return self.micro_batches * block.entry + sides
         joined = block.exit if block.chunks > 1 else 0
@@ -356,16 +227,22 @@ class StepMemory:
         before = self.blocks[i + 1].group.reduced if i + 1 < len(self.blocks) else 0
         group = block.group.gathered + block.group.gradients + self._moving(block.group)
         group += self._ahead_in_backward(i) + self._still_gathered(i) + before
-        flying = self._flying_backward(block) + self._staying(i)
+        flying = self._flying_backward(i) + self._staying(i)
         made = self._made(i) + self.outside.gradients
-        return self._always + self._side(i) + made + group + flying + block.backward
+        return self._always + self._side_in_backward + made + group + flying + block.backward
 
     def _reduce(self, i: int) -> int:
         """The group of block ``i``, or for -1 the root's."""
         if i < 0:
             return self._reduce_root()
-        group, flying = self.blocks[i].group, self._flying_backward(self.blocks[i])
-        rest = self._side(i) + self.outside.gradients + flying + self._ahead_in_backward(i) + self._still_gathered(i)
+        group, flying = self.blocks[i].group, self._flying_backward(i)
+        rest = (
+            self._side_in_backward
+            + self.outside.gradients
+            + flying
+            + self._ahead_in_backward(i)
+            + self._still_gathered(i)
+        )
         return self._always + self._made(i) + rest + group.gradients + group.reduced + self._reduced_part(group)
 
     def _reduced_part(self, group: GroupBytes) -> int:
@@ -375,6 +252,6 @@ class StepMemory:
     def _reduce_root(self) -> int:
         first, kept = self.blocks[0], self.kept
         entries = self.micro_batches * first.entry + first.group.reduced
-        embedding = self._side(0) + kept.gradients + self.outside.front + entries
+        embedding = self._side_in_backward + kept.gradients + self.outside.front + entries
         root = kept.gradients + kept.reduced + kept.gathered + self._reduced_part(kept)
         return self._always + self._made(-1) + max(embedding, root)

@@ -15,7 +15,7 @@ from lightning_chunkmbs import ChunkMBSPlan, ChunkMBSStrategy
 from lightning_chunkmbs.coverage import Plans, refuse_auto
 from lightning_chunkmbs.plan_command import main, size_in_bytes
 from lightning_chunkmbs.planner import Planner
-from lightning_chunkmbs.step_memory import StepBytes
+from lightning_chunkmbs.step_bytes import StepBytes
 from lightning_chunkmbs.step_time import BlockWork, predict
 from tests import model_zoo
 from tests.models import Loader, make_trainer
