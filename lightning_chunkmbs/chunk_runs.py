@@ -30,7 +30,7 @@ from .recompute import NOTHING, Contexts, Run
 from .recorders import Recorded, taking_off
 from .report import NoNotices, Notices, StepCounter
 from .selective import SaveOps
-from .stored_activation import version
+from .stored_activation import StoredActivation, version
 from .trees import map_tree
 
 Named = Callable[..., AbstractContextManager[Any]]  # called with whether a chunk is run again
@@ -158,10 +158,10 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, named: Named, *, k
     run = Run(partial(_forward, settings, cut.template, i, named), settings.buffers, partial(_warn_written, settings))
     if not torch.is_grad_enabled():
         return run(*values)
-    contexts = _contexts(settings)
     if cut.entry is None:
-        return run.recomputed(values, contexts)
+        return run.recomputed(values, _contexts(settings))
     entry = values[cut.entry]
+    contexts = _contexts(settings, entry)
     if not isinstance(entry, HostTensor):
         # A slice along a later dimension has gaps between its rows. Recomputation from a copy without them would run
         # other kernels, and `checkpoint` refuses what these save.
@@ -179,14 +179,17 @@ def _run_chunk(settings: BlockSettings, cut: CutCall, i: int, named: Named, *, k
     return output
 
 
-def _contexts(settings: BlockSettings) -> Contexts:
-    """What a chunk's first run and its recomputation run under."""
+def _contexts(settings: BlockSettings, entry: Tensor | None = None) -> Contexts:
+    """What a chunk's first run and its recomputation, which begins at ``entry``, run under."""
     save, store = settings.save_ops, settings.store
     if save is None:
         return NOTHING
     if store is None:
         return partial(save.contexts, settings.name, lambda tensor: tensor, lambda tensor: tensor)
-    return partial(save.contexts, settings.name, partial(store.put, beside=True), store.take)
+    # An entry that waits on the host was put there long before; any other is the last that is put before they are.
+    parts = entry.parts if isinstance(entry, HostTensor) else []
+    first = next((part for part in parts if isinstance(part, StoredActivation)), True)
+    return partial(save.contexts, settings.name, partial(store.put, beside=first), store.take)
 
 
 def _forward(

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .arguments import CutCall, CutRule, cut_call, fill
+from .arguments import CutCall, CutRule, cut_call
 from .block import own_forward
 from .caches import drop_cache
 from .dtypes import Dtypes
+from .fake_chunk import ChunkCost, measure_chunk
+from .fake_save_ops import FakeSaveOps
 from .fake_tensors import make_fake
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices
@@ -37,9 +39,10 @@ class OutsideCost:
     """Bytes of one micro-batch's step outside blocks.
 
     Attributes:
-        held: alive while blocks run, beside hidden states: masks, rotary tables, what the embedding saves.
-        forward: most that is alive beside that until the loss is there.
-        backward: most that is alive beside ``held`` until the loss is back-propagated to what the last block returned.
+        held: alive while blocks are back-propagated: masks, rotary tables, what the embedding saves.
+        forward: most that is alive beside what is held when the last block is called, until the loss is there.
+        backward: most that is alive beside that until the loss is back-propagated to what the last block returned.
+        again: the same for a second micro-batch, when these gradients are there.
         gradients: gradients of parameters outside blocks that this has made.
         front: most that is alive beside all gradients of parameters while what comes before blocks is back-propagated.
         flops: of the forward pass.
@@ -48,24 +51,9 @@ class OutsideCost:
     held: int
     forward: int
     backward: int
+    again: int
     gradients: int
     front: int
-    flops: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkCost:
-    """Bytes of one chunk of a block, beside parameters, their gradients and what comes in.
-
-    Attributes:
-        forward: most that is alive in forward, what it returns included.
-        backward: most that is alive in recomputation and backward, gradients of single parameters before they are
-            added to the others included.
-        flops: of the forward pass.
-    """
-
-    forward: int
-    backward: int
     flops: int
 
 
@@ -78,6 +66,10 @@ class _Call:
     kwargs: dict[str, Any]
     entry: int  # bytes of the activation from which it is recomputed
     exit: int  # bytes of what it returned
+    held: int  # bytes alive outside blocks when it is made
+    sides: int  # bytes of gradients of tensors that earlier calls were given too
+    trained: bool  # whether it is back-propagated
+    fixed: bool  # whether what it is recomputed from needs no gradient, and so stays where it is
 
 
 @dataclass
@@ -90,6 +82,7 @@ class FakeStep:
         outside: cost of a micro-batch outside blocks.
         calls: the calls of blocks, in order.
         batch_size: samples of a micro-batch, as the cut blocks see it.
+        save: keeps results of operators in blocks.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -97,8 +90,10 @@ class FakeStep:
     rule: CutRule | None
     mode: FakeTensorMode
     context: Callable[[], AbstractContextManager[Any]]
+    dtypes: Dtypes = field(default_factory=Dtypes)
+    save: FakeSaveOps = field(default_factory=lambda: FakeSaveOps(()))
     outside: OutsideCost = field(
-        default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, gradients=0, front=0, flops=0)
+        default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, again=0, gradients=0, front=0, flops=0)
     )
     calls: list[_Call] = field(default_factory=list)
     batch_size: int = 1
@@ -117,7 +112,8 @@ class FakeStep:
         key = (rule is not None and chunk_mbs, _kind(block), _shapes((call.args, call.kwargs)))
         if key not in self._costs:
             with self.mode, StorageCounter() as counter, self.context():
-                self._costs[key] = _measure_chunk(block, _cut(block, call.name, rule, call.args, call.kwargs), counter)
+                cut = _cut(block, call.name, rule, call.args, call.kwargs)
+                self._costs[key] = measure_chunk(block, cut, counter, self.dtypes, self.save)
         return self._costs[key]
 
 
@@ -131,6 +127,7 @@ def run_fake_step(
     rule: CutRule | None,
     dtypes: Dtypes,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    save_ops: Sequence[str] = (),
 ) -> FakeStep:
     """Put ``module`` on fake tensors, for good, and run ``step`` once on a batch of fake tensors.
 
@@ -143,17 +140,17 @@ def run_fake_step(
         rule: how they are cut.
         dtypes: dtypes of what is computed with.
         context: what steps run under (autocast).
+        save_ops: names of operators whose results blocks keep.
 
     Raises:
         RuntimeError: the step needs values of tensors, or calls no block.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = FakeStep(blocks, frozenset(chunked), rule, mode, context)
+    fake = FakeStep(blocks, frozenset(chunked), rule, mode, context, dtypes, FakeSaveOps(save_ops))
     with mode:
         make_fake(module, dtypes)
-        with StorageCounter() as counter:
-            batch = map_tree(lambda x, _: _blank(x) if isinstance(x, Tensor) else x, batch)
-            fake.outside = _Run(fake, counter, module).step(step, batch)
+        with StorageCounter((*module.parameters(), *module.buffers())) as counter:
+            fake.outside = _Run(fake, counter, module).outside(step, batch)
     if not fake.calls:
         raise RuntimeError("The step called none of the blocks, so there is nothing to plan for.")
     return fake
@@ -165,38 +162,58 @@ class _Run:
     def __init__(self, fake: FakeStep, counter: StorageCounter, module: nn.Module) -> None:
         self._fake, self._counter, self._module = fake, counter, module
         self._notices = Notices()
-        self._before = counter.live
-        self._held = -1
         self._returned = 0
-        self._entries: list[Tensor] = []
+        self._given: list[Tensor] = []
+        self._entries: list[tuple[GradientEdge, torch.Size, torch.dtype]] = []
         self._results: dict[Any, tuple[Any, Recorded]] = {}
 
-    def step(self, step: Callable[[Any], Any], batch: Any) -> OutsideCost:
+    def outside(self, step: Callable[[Any], Any], batch: Any) -> OutsideCost:
+        """Run the step twice: in the second run gradients exist, as for all micro-batches but the first."""
         counter = self._counter
-        with self._stand_ins(), self._fake.context():
-            counter.mark()
-            output = step(batch)
-        loss = _loss_of(output)
-        held, returned = max(self._held, 0), self._returned
-        forward = counter.peak - returned
-        counter.mark()
-        loss.backward()
-        backward = counter.peak - returned
-        del loss, output
+        loss, forward = self._forward(step, batch)
+        flops = counter.flops
+        backward = self._backward(loss)
+        del loss
         gradients = _gradient_bytes(self._module)
-        roots = [entry for entry in self._entries if entry.grad_fn is not None]
-        start = counter.mark() - gradients
-        if roots:
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        front = counter.peak - start - _gradient_bytes(self._module)
+        held = counter.live - gradients
+        self._given.clear()
+        front = self._front(gradients)
+        calls = [*self._fake.calls]
+        again = self._backward(self._forward(step, batch)[0])
+        self._entries.clear()
+        self._given.clear()
+        self._fake.calls = calls
         return OutsideCost(
             held=held,
             forward=forward,
             backward=max(0, backward - gradients),
+            again=again,
             gradients=gradients,
             front=max(0, front),
-            flops=counter.flops,
+            flops=flops,
         )
+
+    def _forward(self, step: Callable[[Any], Any], batch: Any) -> tuple[Tensor, int]:
+        self._counter.mark()
+        with self._stand_ins(), self._fake.context():
+            with self._counter.paused():
+                batch = map_tree(_blank_leaf, batch)  # a copy each time, since steps take their labels out
+            output = step(batch)
+        return _loss_of(output), self._counter.peak - self._returned
+
+    def _backward(self, loss: Tensor) -> int:
+        self._counter.mark()
+        loss.backward()
+        return self._counter.peak - self._returned
+
+    def _front(self, gradients: int) -> int:
+        """Back-propagate what comes before blocks; ``gradients`` are there already."""
+        edges, self._entries = self._entries, []
+        start = self._counter.mark() - gradients
+        if edges:
+            roots = [edge for edge, _, _ in edges]
+            torch.autograd.backward(roots, [torch.empty(shape, dtype=dtype) for _, shape, dtype in edges])
+        return self._counter.peak - start - _gradient_bytes(self._module)
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -218,34 +235,63 @@ class _Run:
         **kwargs: Any,
     ) -> Any:
         args, kwargs = drop_cache(name, names, args, kwargs, self._notices)
+        _refuse_packed(name, self._fake.rule_for(name, 1), kwargs)
         with self._counter.paused():
             cut = cut_call(name, self._fake.rule_for(name, 1), names, args, kwargs, self._notices)
             if cut.sizes:
                 self._fake.batch_size = sum(cut.sizes)
-            entry = 0 if cut.entry is None else sum(piece.nbytes for piece in cut.pieces[cut.entry])
-            real, recorded = self._result_of(block, partial(forward, *args, **kwargs), (args, kwargs))
+            fixed = cut.entry is None
+            main = _main((args, kwargs), fixed)
+            entry = 0 if main is None else main.nbytes
+            real, recorded = self._result_of(block, forward, args, kwargs)
             put_back({key: [_blank(value) for value in values] for key, values in recorded.items()})
-        if self._held < 0:
-            self._held = self._counter.live - entry
-        tensors = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._entries += tensors
+        held = self._counter.live - entry
+        given = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [x for x in given if x.requires_grad]
+        # Not the tensors, which would live longer than they do in a step.
+        self._entries += [(get_gradient_edge(x), x.shape, x.dtype) for x in tensors if x.grad_fn is not None]
         trained = bool(tensors) or any(p.requires_grad for p in block.parameters())
         output = map_tree(lambda x, _: _stand_in_for(x, trained), real)
         out = sum(leaf.nbytes for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         with self._counter.paused():
-            kept = map_tree(lambda x, _: _blank(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        self._fake.calls.append(_Call(name, kept[0], kept[1], entry, out))
+            kept = map_tree(_blank_leaf, (args, kwargs))
+        # Of what one block gives to the next, a gradient comes as the other goes; of what several are given, it stays.
+        sides = sum({id(x): x.nbytes for x in tensors if any(x is y for y in self._given)}.values())
+        self._fake.calls.append(_Call(name, kept[0], kept[1], entry, out, held, sides, trained, fixed))
+        self._given += [x for x in given if x is not main]  # recomputation needs them
         self._returned = self._counter.live
         self._counter.mark()
         return output
 
-    def _result_of(self, block: nn.Module, run: Callable[[], Any], arguments: Any) -> tuple[Any, Recorded]:
+    def _result_of(
+        self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Recorded]:
         """What a call returns, and what it records: run once for each kind of block, since only shapes count."""
-        key = _kind(block), _shapes(arguments)
+        key = _kind(block), _shapes((args, kwargs))
         if key not in self._results:
+            args, kwargs = map_tree(self._cast, (args, kwargs))
             with torch.no_grad():
-                self._results[key] = taking_off(run)
+                output, recorded = taking_off(partial(forward, *args, **kwargs))
+            self._results[key] = self._fake.dtypes.cast_output(output), recorded
         return self._results[key]
+
+    def _cast(self, leaf: Any, _path: str) -> Any:
+        return self._fake.dtypes.cast_call([leaf])[0] if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_packed(name: str, rule: CutRule | None, kwargs: dict[str, Any]) -> None:
+    given = [key for key in (rule.packed_kwarg_names if rule else ()) if kwargs.get(key) is not None]
+    if given:
+        raise ValueError(
+            f"A plan is made from shapes alone, and how packed sequences are cut depends on their lengths; {name} was "
+            f"given {', '.join(given)}. Write chunk_mbs or chunk_tokens as a number, and measure a step."
+        )
+
+
+def _main(arguments: Any, fixed: bool) -> Tensor | None:
+    """The hidden states that a block is recomputed from; ``fixed``: they need no gradient."""
+    leaves = [leaf for _, leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return next((x for x in leaves if not isinstance(x, nn.Parameter) and (fixed or x.requires_grad)), None)
 
 
 def _restore(block: nn.Module, patched: Any) -> None:
@@ -259,6 +305,10 @@ def _blank(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _blank_leaf(leaf: Any, _path: str) -> Any:
+    return _blank(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _stand_in_for(value: Any, trained: bool) -> Any:
@@ -290,43 +340,8 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
     leaves = [leaf for _, leaf in tree_leaves(tree)]
-    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
 
 
 def _cut(block: nn.Module, name: str, rule: CutRule | None, args: Any, kwargs: Any) -> CutCall:
     return cut_call(name, rule, own_forward(block)[1], args, kwargs, Notices())
-
-
-def _measure_chunk(block: nn.Module, cut: CutCall, counter: StorageCounter) -> ChunkCost:
-    """Run one chunk twice: in the second run gradients of parameters exist, as for all chunks but the first."""
-    forward, _ = own_forward(block)
-    values = [v if isinstance(v, nn.Parameter) else _alone(v) for v in cut.chunk(0)]
-
-    def run(*tensors: Tensor) -> Any:
-        args, kwargs = fill(cut.template, tensors)
-        return forward(*args, **kwargs)
-
-    cost = ChunkCost(forward=0, backward=0, flops=0)
-    for _ in range(2):
-        start, flops = counter.mark(), counter.flops
-        output = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
-        in_forward, flops = counter.peak - start, counter.flops - flops
-        roots = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        del output
-        with counter.paused():
-            gradients = [torch.empty_like(root) for root in roots]
-        if roots:
-            start = counter.mark()
-            torch.autograd.backward(roots, gradients)
-        cost = ChunkCost(forward=in_forward, backward=counter.peak - start if roots else 0, flops=flops)
-        del roots, gradients
-        for value in values:
-            value.grad = None
-    for parameter in block.parameters():
-        parameter.grad = None
-    return cost
-
-
-def _alone(value: Tensor) -> Tensor:
-    """A chunk's tensor in memory of its own."""
-    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)

@@ -107,14 +107,17 @@ class ActivationStore:
         """How often host memory was allocated so far; it stands still once steps have the same shapes."""
         return self._buffers.allocations
 
-    def put(self, tensor: Tensor, *, wait: bool = False, keep: bool = False, beside: bool = False) -> StoredActivation:
+    def put(
+        self, tensor: Tensor, *, wait: bool = False, keep: bool = False, beside: StoredActivation | bool = False
+    ) -> StoredActivation:
         """Copy ``tensor`` (any shape, strided) to the host while the caller goes on.
 
         Args:
             tensor: what to put. Writing it in place before the copy has ended is an error when it is taken.
             wait: let later work of the caller's stream wait for the copy; ``tensor`` may then be written.
             keep: leave it on the device, in memory of its own. So does what is too small or finds no room.
-            beside: it will be taken right after the last one that was put without this, as others put so before it.
+            beside: it will be taken right after this one, or with True after the last one that was put without this, as
+                others put so before it.
         """
         self._collect()
         with torch.no_grad():
@@ -126,7 +129,7 @@ class ActivationStore:
             else:
                 self._send(activation, tensor, wait)
         if beside:
-            activation.accompany(self._last())
+            activation.accompany(self._last() if beside is True else beside)
         else:
             activation.follow(self._last())
             self._last = weakref.ref(activation)

@@ -75,9 +75,7 @@ def assumptions(planner: Planner, hardware: Hardware) -> list[str]:
         "stock accumulation recomputes the same blocks, has micro-batches as large as our chunks, and reduces in each",
         "the data bring batches as large as this one",
     ]
-    if planner.optimizer.assumed is not None:
-        lines.append(f"AdamW, since {planner.optimizer.assumed}")
-    return lines
+    return lines + planner.assumptions
 
 
 def size(nbytes: float) -> str:

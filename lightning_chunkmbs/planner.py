@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from .coverage import Plans, cut_rule, resolve
+from .coverage import Plans, brief, cut_rule, resolve
 from .dtypes import Dtypes
 from .fake_optimizer import OptimizerBytes, measure_optimizer
 from .fake_step import FakeStep, run_fake_step
 from .plans import FSDPPlan
-from .step_memory import BlockBytes, Outside, StepBytes, StepMemory, group_bytes
+from .step_bytes import BlockBytes, Outside, StepBytes, group_bytes
+from .step_memory import StepMemory, most
 from .step_time import BlockWork, StepTime, predict
 from .trees import tree_leaves
 
@@ -119,10 +121,21 @@ class Planner:
         kept = [p for p in module.parameters() if id(p) not in inside]
         self._kept = group_bytes(kept, ranks, dtypes)
         shards = {name: dtypes.shards or p.dtype for name, p in module.named_parameters()}
-        self.micro_batches = min(
-            micro_batches, (plans.chunkmbs_plan and plans.chunkmbs_plan.max_lockstep) or micro_batches
+        automatic = getattr(module, "automatic_optimization", True)
+        _check_plannable(module, needs_loss=step is None and not automatic)
+        window = micro_batches
+        self.micro_batches = min(window, (_side_by_side(plans) if automatic else 1) or window)
+        self.passes = -(-window // self.micro_batches)
+        # Those of the first pass, and of the second one, which adds to gradients that are there.
+        self._in_passes = [self.micro_batches, min(self.micro_batches, window - self.micro_batches)][: self.passes]
+        self.merged = (
+            self.micro_batches
+            if getattr(module, "merges_micro_batches", False) and step is None and window > 1
+            else None
         )
-        self.passes = -(-micro_batches // self.micro_batches)
+        if self.merged is not None:
+            batch = module.merge_micro_batches([batch] * self.merged)  # type: ignore[operator]
+            self.micro_batches, self._in_passes = 1, [1] * min(2, self.passes)
         self.fake: FakeStep = run_fake_step(
             module,
             step or (lambda batch: module.training_step(batch, 0)),  # type: ignore[operator]
@@ -132,22 +145,38 @@ class Planner:
             rule=cut_rule(plans.chunkmbs_plan),
             dtypes=dtypes,
             context=context,
+            save_ops=plans.recompute_plan.save_ops if plans.recompute_plan else (),
         )
         self.optimizer: OptimizerBytes = measure_optimizer(
             self.fake.mode, module, optimizers, ranks=ranks, shards=shards, foreach=foreach
         )
         self._batch = sum(leaf.nbytes for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
+    @property
+    def assumptions(self) -> list[str]:
+        """What the numbers rest on beside hardware and data, one sentence each."""
+        fsdp, save = self._plans.fsdp_plan, self.fake.save
+        idle = len(self._groups.keys() - {call.name for call in self.fake.calls})
+        found = {
+            f"no rank calls {idle} blocks of {len(self._groups)}, as this batch does not": idle,
+            f"a window of {self.merged} micro-batches is merged into one": self.merged,
+            "compiled blocks need what others need": fsdp is not None and fsdp.compile_blocks,
+            "results that save_ops keeps are computed twice: a step takes less time": save.ops,
+            f"kernels run none of save_ops' {', '.join(sorted(save.unused))}, which would keep more": save.unused,
+            f"AdamW, since {self.optimizer.assumed}": self.optimizer.assumed is not None,
+        }
+        return [line for line, holds in found.items() if holds]
+
     def bytes(self, chunk_mbs: int) -> StepBytes:
         """Return what a rank needs with ``chunk_mbs`` samples per chunk."""
-        outside, fsdp, offload = (
-            self.fake.outside,
-            self._plans.fsdp_plan or FSDPPlan(),
-            self._plans.activation_offload_plan,
-        )
+        return most([self._pass(chunk_mbs, n, later > 0).bytes() for later, n in enumerate(self._in_passes)])
+
+    def _pass(self, chunk_mbs: int, micro_batches: int, accumulates: bool) -> StepMemory:
+        outside, offload = self.fake.outside, self._plans.activation_offload_plan
+        fsdp = self._plans.fsdp_plan or FSDPPlan()
         limit = offload.host_memory_gb if offload else None
         called = {call.name for call in self.fake.calls}
-        memory = StepMemory(
+        return StepMemory(
             blocks=list(self._blocks(chunk_mbs)),
             kept=self._kept,
             outside=Outside(
@@ -155,33 +184,42 @@ class Planner:
                 held=outside.held,
                 forward=outside.forward,
                 backward=outside.backward,
+                again=outside.again,
                 gradients=outside.gradients,
                 front=outside.front,
             ),
-            micro_batches=self.micro_batches,
+            micro_batches=micro_batches,
             optimizer=self.optimizer.state,
             optimizer_step=self.optimizer.step,
             idle_shards=sum(g.shards for name, g in self._groups.items() if name not in called),
             ahead=fsdp.forward_prefetch,
+            reshards=fsdp.reshard_after_forward,
+            accumulates=accumulates,
             streams=bool(offload and offload.stream_hidden_states),
             host_limit=None if limit is None else int(limit * 1e9),
+            host_least=offload.min_bytes if offload else 0,
+            ahead_bytes=offload.prefetch_bytes if offload else None,
             cpu_offload=fsdp.cpu_offload,
         )
-        return memory.bytes()
 
     def _blocks(self, chunk_mbs: int) -> Iterator[BlockBytes]:
         for call in self.fake.calls:
             chunks = self.chunks(chunk_mbs) if self.fake.rule_for(call.name, chunk_mbs) else 1
             cost = self.fake.chunk_cost(call, chunk_mbs)
-            least = self._plans.activation_offload_plan.min_bytes if self._plans.activation_offload_plan else 0
             yield BlockBytes(
                 group=self._groups[call.name],
                 entry=call.entry,
                 exit=call.exit,
                 chunks=chunks,
+                chunk_entry=call.entry if call.fixed else cost.entry,
+                chunk_exit=cost.exit,
+                kept=cost.kept,
                 forward=cost.forward,
                 backward=cost.backward,
-                offloaded=call.name in self._names.offload and call.entry // chunks >= least,
+                offloaded=call.name in self._names.offload and not call.fixed,
+                held=call.held,
+                sides=call.sides,
+                trained=call.trained,
             )
 
     def chunk_bytes(self, chunk_mbs: int) -> dict[str, int]:
@@ -251,6 +289,27 @@ class Planner:
             time=time,
             stock_micro_batches=stock,
         )
+
+
+def _check_plannable(module: nn.Module, *, needs_loss: bool) -> None:
+    if needs_loss:
+        raise ValueError(
+            f"A plan back-propagates what training_step returns, and with automatic_optimization = False "
+            f"{type(module).__name__} does that itself. Give --batch example to take its example_input_array."
+        )
+    split = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    if split:
+        raise ValueError(
+            f"A plan is made for whole parameters, and these are split by tensor parallelism: {brief(split)}. Plan for "
+            f"the module as it is before, or write chunk_mbs as a number and measure a step."
+        )
+
+
+def _side_by_side(plans: Plans) -> int | None:
+    """How many micro-batches run side by side at most; None: all of a window."""
+    if plans.chunkmbs_plan is None or not plans.enable_chunk_mbs:
+        return 1
+    return plans.chunkmbs_plan.max_lockstep
 
 
 def _own(block: nn.Module) -> list[nn.Parameter]:

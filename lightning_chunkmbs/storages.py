@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,15 +24,19 @@ class StorageCounter(TorchDispatchMode):
     Entered inside a ``FakeTensorMode``. Scratch memory inside an operation is not seen. Programs that ask for
     values are told what [Note: what is told] says.
 
+    Args:
+        known: tensors that do not count, also when operations return views of them.
+
     Attributes:
         live: bytes alive now.
         peak: most bytes alive at once since :meth:`mark`.
         flops: floating point operations of matrix products, convolutions and attention so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._sizes: dict[int, int] = {}
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self._sizes: dict[int, int] = {storage._cdata: 0 for storage in self._known}
         self._alive: dict[int, Any] = {}
         self._paused = False
         self.live = self.peak = self.flops = 0

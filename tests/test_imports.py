@@ -41,7 +41,8 @@ ROWS = [
     {"checks", "coverage"},
     {"lockstep"},
     {"chains"},
-    {"fake_step", "fake_optimizer", "guards", "step_attributes", "step_logs", "step_state"},
+    {"fake_step", "step_memory"},
+    {"fake_chunk", "fake_optimizer", "guards", "step_attributes", "step_logs", "step_state"},
     {"sharding", "materialize", "replicated", "same_batch"},
     {"groups"},
     {"prefetch", "unused"},
@@ -59,7 +60,7 @@ ROWS = [
     {"streams"},
     {"out_of_memory"},
     {"arguments"},
-    {"agree", "compiled", "fake_tensors", "meshes", "packed", "step_memory", "storages", "twins"},
+    {"agree", "compiled", "fake_save_ops", "fake_tensors", "meshes", "packed", "step_bytes", "storages", "twins"},
     {
         "block_buffers",
         "caches",

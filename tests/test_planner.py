@@ -14,7 +14,7 @@ from examples.finetune_lm.module import CausalLM
 from lightning_chunkmbs import ChunkMBSStrategy
 from lightning_chunkmbs.plan_command import main, size_in_bytes
 from lightning_chunkmbs.planner import Planner
-from lightning_chunkmbs.step_memory import StepBytes
+from lightning_chunkmbs.step_bytes import StepBytes
 from lightning_chunkmbs.step_time import BlockWork, predict
 from tests import model_zoo
 from tests.models import Loader, make_trainer
