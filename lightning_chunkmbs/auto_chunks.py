@@ -31,7 +31,7 @@ from .plan_report import size
 from .planner import Hardware, Planner
 from .precision import ChunkMBSPrecision
 from .rehearsal import configured_optimizers, rehearsed
-from .trees import tree_leaves
+from .trees import leaves
 from .twins import twin_of
 
 __all__: list[str] = []
@@ -62,7 +62,7 @@ class AutoChunks:
         """
         plan = plans.chunkmbs_plan
         if plans.enable_chunk_mbs and plan is not None and plan.chunk_mbs == "auto":
-            _refuse(module, meshes, device)
+            _refuse(module, plans, meshes, device)
             module.__dict__[_AUTO] = cls(module, plans, meshes, device)
 
     @staticmethod
@@ -70,7 +70,7 @@ class AutoChunks:
         """Return what :meth:`prepare` made for a module; None: its plans have a number."""
         return module.__dict__.get(_AUTO)
 
-    def decide(self, trainer: Any, model: AppliedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def decide(self, trainer: Any, model: AppliedModel, batch: Any) -> int:
         """In the first training step of a run: return the most samples per chunk that fit on every rank.
 
         All ranks must call this.
@@ -78,16 +78,15 @@ class AutoChunks:
         Args:
             trainer: the Trainer.
             model: the sharded module.
-            args: what ``training_step`` is called with.
-            kwargs: its keyword arguments.
+            batch: its first micro-batch on this rank.
 
         Raises:
             RuntimeError: the step cannot be run without values, on some rank; raised on every rank.
         """
         planner, usable, chunk_mbs, error = None, 0, -1, None
         try:
-            usable = _usable(self._device, _expected(trainer, args, kwargs, self._device))
-            planner = self._planner(trainer, model, args, kwargs)
+            usable = _usable(self._device, _expected(trainer, batch, self._device))
+            planner = self._planner(trainer, model, batch)
             chunk_mbs = planner.largest(usable) or 0
         except Exception as raised:
             error = raised
@@ -97,20 +96,14 @@ class AutoChunks:
         _tell(planner, least, usable)
         return max(1, least)
 
-    def _planner(self, trainer: Any, model: AppliedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
+    def _planner(self, trainer: Any, model: AppliedModel, batch: Any) -> Planner:
         twin, ranks, shard = twin_of(self._twin, []), self._meshes.data.size(), self._meshes.shard
-        batch = move_data_to_device((args, kwargs), torch.device("cpu"))
-
-        def step(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            with rehearsed(twin, trainer, ranks):
-                return twin.training_step(*call[0], **call[1])
-
         with torch.enable_grad(), isolate_rng():
             return Planner(
                 twin,
                 self._plans,
-                batch,
-                step=step,
+                move_data_to_device(batch, torch.device("cpu")),
+                around=partial(rehearsed, twin, trainer, ranks),
                 ranks=shard.size(shard.ndim - 1),
                 micro_batches=_most_micro_batches(trainer),
                 dtypes=model.dtypes,
@@ -147,7 +140,7 @@ _CURES = {
 }
 
 
-def _refuse(module: pl.LightningModule, meshes: Meshes, device: torch.device) -> None:
+def _refuse(module: pl.LightningModule, plans: Plans, meshes: Meshes, device: torch.device) -> None:
     reason = None
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
         reason = f"asks a device for its free memory, and {device.type} tells none"
@@ -155,6 +148,8 @@ def _refuse(module: pl.LightningModule, meshes: Meshes, device: torch.device) ->
         reason = "plans a training_step that returns its loss, and automatic_optimization is False"
     elif meshes.tensor.size() > 1:
         reason = "plans for layers that each rank has whole, and tensor_parallel_size is above 1"
+    elif plans.chunkmbs_plan and plans.chunkmbs_plan.packed_kwarg_names:
+        reason = "plans from shapes alone, and packed_kwarg_names cut by lengths"
     elif any(isinstance(m, FSDPModule) for m in module.modules()):
         reason = "plans for modules that the strategy shards, and configure_model calls fully_shard itself"
     if reason is not None:
@@ -177,11 +172,11 @@ def _usable(device: torch.device, expected: int) -> int:
     return int(min(free + on.memory_reserved(device), part) - headroom * part - others)
 
 
-def _expected(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:
+def _expected(trainer: Any, batch: Any, device: torch.device) -> int:
     """Return the bytes on a device of what a plan counts: parameters, the optimizers' state and a micro-batch."""
     state = [value for o in trainer.optimizers for values in o.state.values() for value in values.values()]
-    batch = [leaf for _, leaf in tree_leaves((args, kwargs))]
-    return sum(t.nbytes for t in _local([*trainer.lightning_module.parameters(), *state, *batch]) if t.device == device)
+    there = [*trainer.lightning_module.parameters(), *state, *leaves(batch)]
+    return sum(t.nbytes for t in _local(there) if t.device == device)
 
 
 def _local(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -136,16 +136,12 @@ def planner_for(
     ranks = sharded_over(options.devices, fsdp_plan.replicate_size, strategy._tensor_parallel_size)
     plugin = strategy.precision_plugin
     batch, step = _batch(module, data, options)
-
-    def run(batch: Any) -> Any:
-        with rehearsed(module, trainer, options.devices):
-            return step(batch)
-
     planner = Planner(
         module,
         plans,
         batch,
-        step=run,
+        step=step,
+        around=partial(rehearsed, module, trainer, options.devices),
         ranks=ranks,
         micro_batches=trainer.accumulate_grad_batches,
         dtypes=dtypes_for(plugin, fsdp_plan),
@@ -172,8 +168,8 @@ def _configure(module: LightningModule) -> None:
 
 def _batch(
     module: LightningModule, data: LightningDataModule, options: argparse.Namespace
-) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a micro-batch, and what runs a step with it."""
+) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Return a micro-batch, and what runs a step with it; None: ``training_step``."""
     if options.batch == "example":
         example = module.example_input_array
         if example is None:
@@ -185,7 +181,7 @@ def _batch(
     data.prepare_data()
     data.setup("fit")
     batch, _, _ = next(iter(CombinedLoader(data.train_dataloader(), "max_size_cycle")))
-    return _resized(batch, options), lambda batch: module.training_step(batch, 0)
+    return _resized(batch, options), None
 
 
 def _call(module: nn.Module, example: Any) -> Any:

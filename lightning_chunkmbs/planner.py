@@ -5,9 +5,11 @@ Nothing is allocated: the model is built on the meta device and measured on fake
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +88,7 @@ class Planner:
         plans: what the strategy is given.
         batch: one micro-batch of a rank; shapes and dtypes count.
         step: runs a step on a batch and returns its loss; None: ``module.training_step``.
+        around: what the module's own code runs in beside ``context``.
         ranks: over how many ranks groups are sharded.
         micro_batches: ``accumulate_grad_batches``.
         dtypes: dtypes of shards, gathered parameters and reduction.
@@ -105,6 +108,7 @@ class Planner:
         batch: Any,
         *,
         step: Callable[[Any], Any] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         ranks: int,
         micro_batches: int = 1,
         dtypes: Dtypes | None = None,
@@ -134,11 +138,12 @@ class Planner:
             else None
         )
         if self.merged is not None:
-            batch = module.merge_micro_batches([batch] * self.merged)  # type: ignore[operator]
+            with around():
+                batch = module.merge_micro_batches([batch] * self.merged)  # type: ignore[operator]
             self.micro_batches, self._in_passes = 1, [1] * min(2, self.passes)
         self.fake: FakeStep = run_fake_step(
             module,
-            step or (lambda batch: module.training_step(batch, 0)),  # type: ignore[operator]
+            partial(_run, around, step or partial(_training_step, module)),
             batch,
             blocks=blocks,
             chunked=self._names.chunk,
@@ -303,6 +308,18 @@ def _check_plannable(module: nn.Module, *, needs_loss: bool) -> None:
             f"A plan is made for whole parameters, and these are split by tensor parallelism: {brief(split)}. Plan for "
             f"the module as it is before, or write chunk_mbs as a number and measure a step."
         )
+
+
+def _run(around: Callable[[], AbstractContextManager[Any]], step: Callable[[Any], Any], batch: Any) -> Any:
+    with around():
+        return step(batch)
+
+
+def _training_step(module: Any, batch: Any) -> Any:
+    """Call ``training_step``, which may leave out the number of the batch."""
+    parameters = inspect.signature(module.training_step).parameters.values()
+    numbered = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return module.training_step(batch, 0) if numbered else module.training_step(batch)
 
 
 def _side_by_side(plans: Plans) -> int | None:

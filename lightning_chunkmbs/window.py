@@ -68,7 +68,7 @@ class Window:
         """Put a micro-batch aside; return those to run now, none while more are to come."""
         if self._auto is not None:
             auto, self._auto = self._auto, None
-            self._model.set_chunk_mbs(auto.decide(self._trainer, self._model, micro_batch.args, micro_batch.kwargs))
+            self._model.set_chunk_mbs(auto.decide(self._trainer, self._model, micro_batch.args[0]))
         if self._complete:
             self.outputs = []
         self._queue.append(micro_batch)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
-from lightning_chunkmbs import ChunkMBSPlan, ChunkMBSStrategy
+from lightning_chunkmbs import ChunkMBSMixin, ChunkMBSPlan, ChunkMBSStrategy
 from lightning_chunkmbs.block import block_settings
 from lightning_chunkmbs.coverage import Plans
 from lightning_chunkmbs.planner import Planner
@@ -78,7 +78,8 @@ def memory_told(usable: int, total: int = TOTAL) -> Iterator[None]:
 
 
 def auto(chunk_mbs: Any = "auto", **options: Any) -> ChunkMBSStrategy:
-    return ChunkMBSStrategy(chunkmbs_plan=ChunkMBSPlan(apply_modules=[LAYERS], chunk_mbs=chunk_mbs), **options)
+    plan = ChunkMBSPlan(apply_modules=[LAYERS], chunk_mbs=chunk_mbs)
+    return ChunkMBSStrategy(**{"chunkmbs_plan": plan} | options)
 
 
 def planned_peaks(ranks: int, samples: int = SAMPLES, window: int = WINDOW, blocks: int = 3) -> list[int]:
@@ -90,8 +91,8 @@ def planned_peaks(ranks: int, samples: int = SAMPLES, window: int = WINDOW, bloc
     planner = Planner(
         module,
         plans,
-        ((batch, 0), {}),
-        step=lambda call: module.net(call[0][0]),
+        batch,
+        step=module.net,
         ranks=ranks,
         micro_batches=window,
         optimizers=module.configure_optimizers,
@@ -260,6 +261,34 @@ def test_each_run_that_trains_decides_anew():
     assert found == [{1}, {2}, {2}, {3}]
 
 
+class Merging(ChunkMBSMixin, LightningModule):
+    """Merges the window, with a step that does not take the number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+    def merge_micro_batches(self, batches: list[Tensor]) -> Tensor:
+        return torch.cat(batches)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def merged() -> set[int]:
+    module = Merging()
+    with memory_told(between(4, 1, samples=WINDOW * SAMPLES, window=1)):
+        make_trainer(auto(), accumulate_grad_batches=WINDOW).fit(module, Loader(data()))
+    return chunk_sizes(module)
+
+
+def test_a_window_that_is_merged_is_planned_for_as_one_batch():
+    assert run_on_ranks(1, merged) == [{4}]
+
+
 def scheduled() -> set[int]:
     callback = GradientAccumulationScheduler({0: 1, 1: 4})
     module = Trained(Stack())
@@ -330,6 +359,13 @@ REFUSED = [
     (partial(Trained, Stack()), {}, 1, False, "asks a device for its free memory, and cpu tells none"),
     (Manual, {}, 1, True, "returns its loss, and automatic_optimization is False"),
     (partial(Trained, Stack()), {"tensor_parallel_size": 2}, 2, True, "and tensor_parallel_size is above 1"),
+    (
+        partial(Trained, Stack()),
+        {"chunkmbs_plan": ChunkMBSPlan(apply_modules=[LAYERS], chunk_mbs="auto", packed_kwarg_names=["lengths"])},
+        1,
+        True,
+        "packed_kwarg_names cut by lengths",
+    ),
     (Sharded, {}, 1, True, "configure_model calls fully_shard itself"),
 ]
 
