@@ -15,6 +15,7 @@ from examples.benchmarks.memory import run as memory
 from examples.benchmarks.scaling import run as scaling
 from examples.timeline import draw as timeline
 from tests.ranks import run_on_ranks
+from tests.warm import python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXISTING = ROOT / "examples" / "existing_module"
@@ -60,7 +61,7 @@ def test_main_job_in_short(tmp_path: Path) -> None:
         source = Path(os.__file__).parent / f"{name}.py"
         (tmp_path / source.name).write_bytes(source.read_bytes())
     output = run(
-        *(sys.executable, "-m", "lightning_chunkmbs", "fit", "--config", "configs/quickstart_cpu.yaml"),
+        *(python(), "-m", "lightning_chunkmbs", "fit", "--config", "configs/quickstart_cpu.yaml"),
         *("--model.layers=2", f"--data.path={tmp_path}", "--data.val_windows=16"),
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=4"),
         f"--trainer.logger.init_args.save_dir={tmp_path}",
