@@ -49,7 +49,7 @@ def test_existing_module_changes_what_its_readme_says() -> None:
 
 
 def test_existing_module_trains_with_lightnings_launcher() -> None:
-    assert accuracy(run(sys.executable, "examples/existing_module/train.py")) >= 0.95
+    assert accuracy(run(python(), "examples/existing_module/train.py")) >= 0.95
 
 
 def test_existing_module_trains_with_torchrun() -> None:
@@ -64,7 +64,7 @@ def test_main_job_in_short(tmp_path: Path) -> None:
     output = run(
         *(python(), "-m", "lightning_chunkmbs", "fit", "--config", "configs/quickstart_cpu.yaml"),
         *("--model.layers=2", f"--data.path={tmp_path}", "--data.val_windows=16"),
-        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=4"),
+        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.callbacks.length=60"),
         f"--trainer.logger.init_args.save_dir={tmp_path}",
     )
     first, last = map(float, re.findall(r"validation perplexity after \d+ steps: ([\d.]+)", output))
