@@ -1,4 +1,4 @@
-"""One rank of a run that fails: ``python -m tests.failing_job raise|kill|shape RANK``."""
+"""One rank of a run that fails: ``python -m tests.failing_job raise|kill|shape RANK [GRACE]``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import signal
 import sys
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_chunkmbs import failures
 from tests.models import WIDTH, Stack, Trained, batches, chunked, fit
 
 TIMEOUT = 60  # seconds of the process group
@@ -35,16 +37,17 @@ class Failing(Trained):
         return loss
 
 
-def main(kind: str, who: int) -> None:
+def main(kind: str, who: int, grace: float = failures._GRACE) -> None:
+    """``grace``: seconds that the other rank waits for the cause."""
     torch.set_num_threads(1)
     module = Failing(Stack())
     module.kind, module.who = kind, who
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", timeout=timeout)
-    fit(
-        module, batches([2] * 8), chunked(1, batch_dim=int(kind == "shape"), timeout=timeout), accumulate_grad_batches=2
-    )
+    strategy = chunked(1, batch_dim=int(kind == "shape"), timeout=timeout)
+    with patch.object(failures, "_GRACE", grace):
+        fit(module, batches([2] * 8), strategy, accumulate_grad_batches=2)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *map(float, sys.argv[3:]))

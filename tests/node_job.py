@@ -1,4 +1,4 @@
-"""What each process of two nodes runs: ``python -m tests.node_job '{"out": ..., ...}'``; of several jobs, in turn."""
+"""What each process of two nodes runs: ``python -m tests.node_job '{"out": ..., ...}'``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_chunkmbs import failures
 from tests.collectives import Collectives, count_collectives
 from tests.mesh_models import CLIP, data_of
 from tests.models import Loader, chunked, full, optimizer_for
@@ -35,7 +37,7 @@ class Job:
     replicas: int = 1
     timeout: int = 200  # of the process group, in seconds
     hold: bool = False  # wait in the middle until there is a file "go"
-    second_environment: dict[str, str] = field(default_factory=dict)  # of the second node alone
+    grace: float = failures._GRACE  # seconds to wait for the error of another rank
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -116,28 +118,12 @@ def main(job: Job) -> None:
         **dict.fromkeys(quiet, False),
     )
     meet(Path(job.out))
-    with count_collectives() as counted:
+    with count_collectives() as counted, patch.object(failures, "_GRACE", job.grace):
         module = OnNodes(job, counted)
         trainer.fit(module)
     torch.save(module.result(), Path(job.out) / f"rank-{trainer.global_rank}.pt")
 
 
-def in_turn(jobs: list[Job], node: str) -> None:
-    """Each in a fork of this process, since imports take longer than a job; writes to `log-NODE` and `status-NODE`."""
-    for job in jobs:
-        process = os.fork()
-        if not process:
-            with open(Path(job.out) / f"log-{node}", "wb") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            os.environ.update(job.second_environment if node == "1" else {})
-            main(job)
-            return
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        (Path(job.out) / f"status-{node}").write_text(str(status))
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    jobs = [Job(**json.loads(text)) for text in sys.argv[1:]]
-    main(*jobs) if len(jobs) == 1 else in_turn(jobs, os.environ["NODE_RANK"])
+    main(Job(**json.loads(sys.argv[1])))

@@ -1,19 +1,24 @@
 """One process that has imported torch and Lightning, which takes seconds, and from which the ranks are forked.
 
-The ranks are its children, so the tests ask it to start one and to wait for one. It ends with the tests.
+The ranks are its children, so the tests ask it to start one and to wait for one. Other processes ask it for the
+programs of `warm.py`. It ends with the tests.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import NoReturn
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTING = {
@@ -27,14 +32,18 @@ class Nursery:
     """The side of the tests."""
 
     def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
+        self.python = warm.write_command(Path(self._folder.name))
         self._pipe, theirs = Pipe()
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{self._folder.name}/socket")
+            listener.listen()  # here: one may connect before the nursery is ready
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nursery", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), str(listener.fileno()), self.python],
                 cwd=ROOT,
                 env=os.environ | IMPORTING | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), listener.fileno()],
                 start_new_session=True,  # an interrupt is for the tests
             )
 
@@ -53,6 +62,7 @@ class Nursery:
     def end(self) -> None:
         self._pipe.close()
         self._process.wait()
+        self._folder.cleanup()
 
 
 def _python_path() -> list[str]:
@@ -62,12 +72,20 @@ def _python_path() -> list[str]:
 # ---------------------------------------------------------------------------------------------- the side of the nursery
 
 
-def _raise_ranks(pipe: Connection, serve: Callable[[Connection], None]) -> None:
+def _raise_ranks(
+    pipe: Connection, listener: socket.socket, command: str, serve: Callable[[Connection], None]
+) -> warm.Program | None:
+    """Until the tests end; ranks end when they see their parent gone. Returns in a fork too: with a program to run."""
     while True:
+        if pipe not in wait([pipe, listener]):
+            if program := warm.answer(listener, command):
+                pipe.close()
+                return program
+            continue
         try:
             asked = pipe.recv()
-        except EOFError:  # the tests have ended; ranks end when they see their parent gone
-            return
+        except EOFError:
+            return None
         if isinstance(asked, int):
             pipe.send(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]))
         else:
@@ -110,7 +128,10 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()  # or each rank's first collection would copy all memory
-    _raise_ranks(Connection(int(sys.argv[1])), serve)
+    pipe, listener = (int(number) for number in sys.argv[1:3])
+    program = _raise_ranks(Connection(pipe), socket.socket(fileno=listener), sys.argv[3], serve)
+    if program:
+        program()
 
 
 if __name__ == "__main__":

@@ -101,14 +101,14 @@ def stop_all() -> None:
     """End every rank."""
     while _pools:
         _pools.popitem()[1].kill()
-    if _nursery.cache_info().currsize:
-        _nursery().end()
-        _nursery.cache_clear()
+    if the_nursery.cache_info().currsize:
+        the_nursery().end()
+        the_nursery.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------- the side of the tests
 
-_nursery = functools.cache(Nursery)
+the_nursery = functools.cache(Nursery)
 _pools: "OrderedDict[int, Pool]" = OrderedDict()  # least recently used first
 atexit.register(stop_all)
 
@@ -132,7 +132,7 @@ class Pool:
         ours, theirs = Pipe()
         with theirs:
             environment = _inherited() | _rank_environment(rank, world_size, self._store.port)
-            process = _nursery().start(environment, theirs.fileno(), self._logs[rank].fileno())
+            process = the_nursery().start(environment, theirs.fileno(), self._logs[rank].fileno())
         self.processes.append(process)
         self.pipes.append(ours)
 
@@ -202,7 +202,7 @@ class Pool:
 
     def _ended(self, rank: int) -> int:
         if rank not in self._statuses:
-            self._statuses[rank] = _nursery().wait(self.processes[rank])
+            self._statuses[rank] = the_nursery().wait(self.processes[rank])
         return self._statuses[rank]
 
     def kill(self) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_chunkmbs import failures
 from lightning_chunkmbs.failures import Failures, is_communication_error
 from tests.ranks import ROOT, run_on_ranks
+from tests.warm import python
 
 UNREACHABLE = "Rank 0, which hosts the group's store, cannot be reached any more: see its log for the cause."
 CLOSED = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234"
@@ -116,11 +117,12 @@ def started(kind: str, who: int) -> list[subprocess.Popen[str]]:
         "TORCHELASTIC_RUN_ID": "failing",
         "OMP_NUM_THREADS": "1",
     }
+    grace = ["1"] if kind == "kill" else []  # where no other rank tells anything, none is waited for
     if sys.platform == "linux":
         shared["GLOO_SOCKET_IFNAME"] = "lo"
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.failing_job", kind, str(who)],
+            [python(), "-m", "tests.failing_job", kind, str(who), *grace],
             cwd=ROOT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

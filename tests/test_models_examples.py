@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from transformers import AutoModel
 
 from tests.test_examples import run
+from tests.warm import python
 
 
 def test_minilm_gains_on_real_text_and_is_saved_as_a_folder(tmp_path: Path) -> None:
     output = run(
-        *(sys.executable, "examples/huggingface_folder/train.py", f"--result={tmp_path / 'trained'}"),
+        *(python(), "examples/huggingface_folder/train.py", f"--result={tmp_path / 'trained'}"),
         *("--steps=6", "--devices=1", "--batch-size=16", "--test-pairs=120"),
     )
     numbers = re.findall(r"after \d+ steps: right code found for ([\d.]+) of the sentences, loss ([\d.]+)", output)
@@ -25,7 +25,7 @@ def test_minilm_gains_on_real_text_and_is_saved_as_a_folder(tmp_path: Path) -> N
 
 
 def test_the_loss_of_a_large_vocabulary_needs_less_memory_without_the_logits() -> None:
-    output = run(sys.executable, "examples/large_vocabulary/train.py", "--batch=16")
+    output = run(python(), "examples/large_vocabulary/train.py", "--batch=16")
     (logits,) = re.findall(r"logits of the batch in fp32 +(\d+) MB", output)
     rows = re.findall(r"^(.+?) +(\d+) MB +loss ([\d.]+) +gradient norm ([\d.]+) +8 chunks$", output, re.MULTILINE)
     peaks = {way: int(peak) for way, peak, _, _ in rows}

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.mesh_models import data_of, train_plainly
 from tests.node_job import EPOCHS, WINDOW, Job
 from tests.one_window import assert_close, build
 from tests.ranks import ROOT
+from tests.warm import python
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"two nodes cannot be made: {why_not()}")
 
@@ -63,17 +63,20 @@ class Launched:
         return [self.output(node) for node in (0, 1)]
 
 
+def torchrun(nodes, node, job, **options):
+    _, *arguments = nodes.torchrun(node, "-m", "tests.node_job", str(job), devices=job.devices, **options)
+    return [python(), *arguments]
+
+
 def with_torchrun(nodes, tmp_path, job):
-    arguments = ("-m", "tests.node_job", str(job))
-    return Launched(nodes, tmp_path, [nodes.torchrun(node, *arguments, devices=job.devices) for node in (0, 1)])
+    return Launched(nodes, tmp_path, [torchrun(nodes, node, job) for node in (0, 1)])
 
 
-def with_lightning(nodes, tmp_path, *jobs):
-    """Start one process on each node, from which Lightning starts the others; several jobs run in turn."""
-    command = [sys.executable, "-m", "tests.node_job", *map(str, jobs)]
-    known = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
-    environments = ({**known, "NODE_RANK": "0"}, {**known, "NODE_RANK": "1"})
-    return Launched(nodes, tmp_path, [command, command], environments)
+def with_lightning(nodes, tmp_path, job, port=PORT, second=None):
+    """Start one process on each node, from which Lightning starts the others; ``second``: the second's environment."""
+    known = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port)}
+    environments = ({**known, "NODE_RANK": "0"}, {**known, "NODE_RANK": "1", **(second or {})})
+    return Launched(nodes, tmp_path, [[python(), "-m", "tests.node_job", str(job)]] * 2, environments)
 
 
 def assert_equals_one_process(results):
@@ -113,7 +116,7 @@ def test_replicas_on_nodes_started_by_lightning(nodes, tmp_path):
 
 
 def test_a_link_that_stays_away_ends_both_nodes(nodes, tmp_path):
-    launched = with_lightning(nodes, tmp_path, Job(out=str(tmp_path), hold=True, timeout=3 * SHORT))
+    launched = with_lightning(nodes, tmp_path, Job(out=str(tmp_path), hold=True, timeout=3 * SHORT, grace=SHORT))
     launched.wait_for("waiting-0", "waiting-1")
     nodes.set_link(up=False)
     (tmp_path / "go").touch()
@@ -127,30 +130,27 @@ def test_a_link_that_stays_away_ends_both_nodes(nodes, tmp_path):
 NOT_ALL = "waiting for clients. {}/{} clients joined"
 WRONG = {
     "port": (
-        {"MASTER_PORT": "29501"},
+        {"MASTER_PORT": "29511"},
         NOT_ALL.format(1, 2),
-        r"timed out after \d+ms while trying to connect to \(10.77.0.1, 29501\)",
+        r"timed out after \d+ms while trying to connect to \(10.77.0.1, 29511\)",
     ),
     "address": (
         {"MASTER_ADDR": "10.77.0.9"},
         NOT_ALL.format(1, 2),
-        r"(failed to connect to|timed out) .*\(10.77.0.9, 29500\)",
+        r"(failed to connect to|timed out) .*\(10.77.0.9, 29501\)",
     ),
     "number of nodes": ({}, NOT_ALL.format("[12]", 3), r"Dist(Store|Network)Error"),
 }
 
 
 def test_nodes_that_do_not_find_each_other_both_say_so(nodes, tmp_path):
-    jobs = {}
-    for what, (environment, *_) in WRONG.items():
+    launched = {}
+    for number, (what, (second, *_)) in enumerate(WRONG.items()):
         (tmp_path / what).mkdir()
-        count = 3 if what == "number of nodes" else 2
-        jobs[what] = Job(str(tmp_path / what), timeout=SHORT, num_nodes=count, second_environment=environment)
-    with_lightning(nodes, tmp_path, *jobs.values()).results(0)
+        job = Job(str(tmp_path / what), timeout=SHORT, num_nodes=3 if what == "number of nodes" else 2)
+        launched[what] = with_lightning(nodes, tmp_path / what, job, PORT + number, second)
     for what, (_, *messages) in WRONG.items():
-        for node, message in enumerate(messages):
-            said = (tmp_path / what / f"log-{node}").read_text(errors="replace")
-            assert (tmp_path / what / f"status-{node}").read_text() == "1", f"{what}, 124: it hung\n{said}"
+        for said, message in zip(launched[what].errors(), messages, strict=True):
             assert re.search(message, said.splitlines()[-1]), f"{what}\n{said}"
 
 
@@ -167,9 +167,8 @@ WRONG_TORCHRUN = {
 @pytest.mark.parametrize("what", WRONG_TORCHRUN)
 def test_torchruns_that_do_not_find_each_other_both_say_so(nodes, tmp_path, what):
     options, first_message, second_message = WRONG_TORCHRUN[what]
-    arguments = ("-m", "tests.node_job", str(Job(out=str(tmp_path))))
-    limit = {"rdzv_conf": f"timeout={SHORT}"}
-    commands = [nodes.torchrun(node, *arguments, **limit, **(options if node else {})) for node in (0, 1)]
+    job, limit = Job(out=str(tmp_path)), {"rdzv_conf": f"timeout={SHORT}"}
+    commands = [torchrun(nodes, node, job, **limit, **(options if node else {})) for node in (0, 1)]
     first, second = Launched(nodes, tmp_path, commands).errors()
     assert re.search(first_message, first.splitlines()[-1]), first
     assert re.search(first_message if second_message == "the same" else second_message, second.splitlines()[-1]), second

@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from examples.benchmarks.slow_link.run import bound, plot, speed_up, table
 from examples.benchmarks.two_nodes import why_not
 from tests.ranks import ROOT
+from tests.warm import python
 
 
 def row(gbit=1.0):
@@ -40,7 +40,7 @@ def test_a_small_run_counts_what_the_link_carried(tmp_path):
     small = {"n": 4, "gbit": 0.05, "hidden": 128, "blocks": 3, "tokens": 8, "rounds": 1, "timeout": 250}
     small["json"] = tmp_path / "small.json"
     flags = [f"--{name}={value}" for name, value in small.items()]
-    command = [sys.executable, "-m", "examples.benchmarks.slow_link.run", *flags]
+    command = [python(), "-m", "examples.benchmarks.slow_link.run", *flags]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads((tmp_path / "small.json").read_text())["rows"]

@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class DigitClassifier(ChunkMBSMixin, LightningModule):
-    chunkmbs_plan = ChunkMBSPlan(apply_modules=["blocks.{*}"], chunk_mbs=8)
+    chunkmbs_plan = ChunkMBSPlan(apply_modules=["blocks.{*}"], chunk_mbs=16)
 
     def __init__(self, width: int = 64, depth: int = 4, learning_rate: float = 3e-3) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 ``python examples/existing_module/train.py`` starts both processes itself; under ``torchrun`` it uses those it is given.
 """
 
+import argparse
+
 import torch
 from classifier import DigitClassifier
 from lightning.pytorch import Trainer, seed_everything
@@ -16,13 +18,17 @@ def digits() -> TensorDataset:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=15)
+    options = parser.parse_args()
+
     seed_everything(1)
     train, test = random_split(digits(), [1437, 360])
     trainer = Trainer(
         strategy="chunkmbs",
         accelerator="cpu",
         devices=2,
-        max_epochs=15,
+        max_epochs=options.epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -30,6 +30,8 @@ class Docstrings(LightningDataModule):
         self.batch_size, self.train_pairs, self.test_pairs = batch_size, train_pairs, test_pairs
 
     def setup(self, stage: str) -> None:
+        if hasattr(self, "test"):  # set up again for each of fit and validate, and all of it takes seconds to read
+            return
         root = Path(sysconfig.get_path("stdlib"))
         files = [f for f in sorted(root.rglob(MODULES)) if not SKIPPED & set(f.relative_to(root).parts)]
         held_out = files[5::10]
