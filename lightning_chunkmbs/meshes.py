@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -63,12 +63,12 @@ class Meshes:
         _set_timeout(split, timeout)
         return cls(whole, split[REPLICATE, SHARD], timeout)
 
-    @property
+    @cached_property  # a mesh makes a new one of its dimensions each time
     def data(self) -> DeviceMesh:
         """Ranks with data of their own, 1-dimensional."""
         return self.whole[DATA]
 
-    @property
+    @cached_property
     def tensor(self) -> DeviceMesh:
         """Ranks that share each layer and its data, 1-dimensional."""
         return self.whole[TENSOR]
