@@ -63,6 +63,34 @@ def gathered_gbit(nbytes: int, times: int = 8) -> float:
     return times * part.nbytes * 8e-9 / (time.perf_counter() - start)
 
 
+def gather_share(options: argparse.Namespace, nbytes: int, gbit: float) -> float:
+    """Return what share of its time computation loses while all-gathers of ``nbytes`` are under way.
+
+    Args:
+        options: has ``hidden`` and ``tokens``.
+        nbytes: bytes of a gather.
+        gbit: 10^9 bits per second to which nodes are limited.
+    """
+    left, right = torch.randn(options.tokens, options.hidden), torch.randn(options.hidden, 4 * options.hidden)
+    part = torch.zeros(nbytes // 4 // dist.get_world_size())
+    whole = torch.empty(dist.get_world_size() * part.numel())
+    times = max(1, int(0.2 * gbit * 1e9 / 8 / part.nbytes))  # the same on both nodes
+
+    def seconds_of_a_product(gathering: bool) -> float:
+        dist.barrier()
+        start, products = time.perf_counter(), 0
+        for _ in range(times):
+            work = dist.all_gather_into_tensor(whole, part, async_op=True) if gathering else None
+            until = time.perf_counter() + 0.2 / times
+            while time.perf_counter() < until if work is None else not work.is_completed():
+                left @ right
+                products += 1
+        return (time.perf_counter() - start) / max(1, products)
+
+    seconds_of_a_product(gathering=False)  # warms up
+    return max(0.0, 1 - seconds_of_a_product(gathering=False) / seconds_of_a_product(gathering=True))
+
+
 def block_bytes(options: argparse.Namespace) -> tuple[int, int]:
     """Return the bytes of a block's parameters, and of those outside blocks."""
     net = build(options)
@@ -71,7 +99,7 @@ def block_bytes(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def predicted(
-    options: argparse.Namespace, block: int, kept: int, n: int, gbit: float, most: float, floor: float
+    options: argparse.Namespace, block: int, kept: int, n: int, gbit: float, share: float, floor: float
 ) -> float:
     """Return stock's step time over ours as the planner's arithmetic has it.
 
@@ -81,7 +109,7 @@ def predicted(
         kept: bytes of the parameters outside blocks.
         n: micro-batches.
         gbit: 10^9 bits per second that a node sends in a collective.
-        most: the same where no link limits it: what is left of the time, processors copy.
+        share: share of a gather's time that computation beside it loses.
         floor: seconds that they take to compute.
     """
     # A forward pass is a quarter of what a block computes. gloo all-reduces for a reduce-scatter: twice the bytes.
@@ -94,7 +122,7 @@ def predicted(
         kept_gathered_bytes=kept,
         kept_reduced_bytes=2 * kept,
         overlap=False,
-        gather_share=min(1.0, gbit / most),
+        gather_share=share,
     )
     return 1 / time.ratio
 
@@ -126,17 +154,18 @@ def main() -> None:
         runs = all_variants(options, n)
         for run in runs.values():
             run(1)  # warms up; the first one starts the process group
-        most = max(gathered_gbit(block) for _ in range(3))
         for gbit in options.gbit:
             limit(gbit)
-            reached, found = gathered_gbit(block), measure(options, runs)
-            ratio = predicted(options, block, kept, n, reached, most, found[FLOOR]["ms"] / 1e3)
+            reached = gathered_gbit(block)
+            share = statistics.median(gather_share(options, block, gbit) for _ in range(3))
+            found = measure(options, runs)
+            ratio = predicted(options, block, kept, n, reached, share, found[FLOOR]["ms"] / 1e3)
             rows.append(
                 {
                     "n": n,
                     "gbit": gbit,
                     "all_gather_gbit": reached,
-                    "all_gather_most": most,
+                    "gather_share": share,
                     "predicted": ratio,
                     "variants": found,
                 }
