@@ -9,6 +9,7 @@ training step, and in a run that only evaluates, blocks take one sample at a tim
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +34,7 @@ from .planner import Hardware, Planner
 from .precision import ChunkMBSPrecision
 from .rehearsal import configured_optimizers, rehearsed
 from .trees import leaves
-from .twins import twin_of
+from .twins import bring_up_to_date, twin_of
 
 __all__: list[str] = []
 
@@ -90,14 +92,24 @@ class AutoChunks:
             chunk_mbs = planner.largest(usable) or 0
         except Exception as raised:
             error = raised
-        [least] = make_agree(ranks_of(self._meshes.data), self._meshes.timeout)([chunk_mbs])
+        agree = make_agree(ranks_of(self._meshes.data), self._meshes.timeout)
+        [least] = agree([chunk_mbs])
         if planner is None or least < 0:
             raise RuntimeError(_failed(error)) from error
         _tell(planner, least, usable)
+        mode, planner = planner.fake.mode, None
+        [sound] = agree([int(not _left_behind(mode))])
+        if not sound:
+            raise RuntimeError(
+                f"chunk_mbs: auto runs training_step on tensors without values, and some of these were kept where the "
+                f"run would use them: in a cache of a function (lru_cache), in a global, a callback or the datamodule. "
+                f"Keep such tensors on the module. {_NUMBER}"
+            )
         return max(1, least)
 
     def _planner(self, trainer: Any, model: AppliedModel, batch: Any) -> Planner:
         twin, ranks, shard = twin_of(self._twin, []), self._meshes.data.size(), self._meshes.shard
+        bring_up_to_date(twin, trainer.lightning_module)
         with torch.enable_grad(), isolate_rng():
             return Planner(
                 twin,
@@ -113,9 +125,15 @@ class AutoChunks:
             )
 
 
+def _left_behind(mode: FakeTensorMode) -> bool:
+    """Whether tensors of a plan are still alive after it."""
+    gc.collect()
+    return any(type(one) is FakeTensor and one.fake_mode is mode for one in gc.get_objects())
+
+
 def _failed(error: Exception | None) -> str:
     cause = "on another rank, whose error says why" if error is None else f"with {type(error).__name__}: {error}"
-    return f"chunk_mbs: auto runs training_step once on tensors without values, and this failed {cause}. {_NUMBER}"
+    return f"chunk_mbs: auto runs training_step on tensors without values, and this failed {cause}. {_NUMBER}"
 
 
 def _tell(planner: Planner, chunk_mbs: int, usable: int) -> None:

@@ -152,7 +152,8 @@ def run_fake_step(
         with StorageCounter((*module.parameters(), *module.buffers())) as counter:
             fake.outside = _Run(fake, counter, module).outside(step, batch)
     if not fake.calls:
-        raise RuntimeError("The step called none of the blocks, so there is nothing to plan for.")
+        cause = "plans name others, or a function that was made in __init__ calls those of another copy"
+        raise RuntimeError(f"The step called none of the blocks, so there is nothing to plan for: {cause}.")
     return fake
 
 
@@ -250,7 +251,7 @@ class _Run:
         tensors = [x for x in given if x.requires_grad]
         # Not the tensors, which would live longer than they do in a step.
         self._entries += [(get_gradient_edge(x), x.shape, x.dtype) for x in tensors if x.grad_fn is not None]
-        trained = bool(tensors) or any(p.requires_grad for p in block.parameters())
+        trained = torch.is_grad_enabled() and (bool(tensors) or any(p.requires_grad for p in block.parameters()))
         output = map_tree(lambda x, _: _stand_in_for(x, trained), real)
         out = sum(leaf.nbytes for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         with self._counter.paused():

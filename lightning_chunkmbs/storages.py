@@ -56,7 +56,8 @@ class StorageCounter(TorchDispatchMode):
             self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        # What was made from a number of the program has a value.
+        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
             return value_of(args[0])
         result = _run(func, args, kwargs or {})
         note_value(func, args, result)

@@ -2,8 +2,9 @@
 
 [Note: what is told]
 A comparison with a number is what it would be for ones, so a loss is neither NaN nor infinite and a count not zero;
-what is made of it by ``any``, ``not``, ``and`` and ``or`` follows. Where the size of a result depends on values, every
-mask selects everything and all values differ: memory is planned for, and that is the most there may be.
+what is made of it by ``any``, ``not``, ``and`` and ``or`` follows. Of many integers some equal a certain one, and not
+all. What was made from a number of the program, or as zeros, is that. Where the size of a result depends on values,
+every mask selects everything and all values differ: memory is planned for, and that is the most there may be.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ _aten = torch.ops.aten
 
 
 _FALSE = "_chunkmbs_false"  # an attribute of tensors that are known to be all zeros or False
-_NEVER = {_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf}
-_NOT = {_aten.bitwise_not, _aten.logical_not}
-_AND = {_aten.bitwise_and, _aten.logical_and, _aten.mul}
-_OR = {_aten.bitwise_or, _aten.logical_or, _aten.any, _aten.sum, _aten.amax, _aten.max, _aten.cat, _aten.stack}
-_OR |= {
-    _aten._to_copy,
-    _aten.clone,
-    _aten.view,
-    _aten.unsqueeze,
-    _aten.squeeze,
-    _aten.select,
-    _aten.slice,
-    _aten.expand,
-}
+_MIXED = "_chunkmbs_mixed"  # an attribute of masks of which some elements are True, and not all
+
+
+def _packets(names: str) -> set[Any]:
+    return {getattr(_aten, name) for name in names.split()}
+
+
+_NEVER = _packets("isnan isinf isposinf isneginf zeros zeros_like new_zeros")
+_FULL = _packets("full full_like new_full scalar_tensor")
+_NOT = _packets("bitwise_not logical_not")
+_AND = _packets("bitwise_and logical_and mul")
+_ALL = _packets("all")
+_OR = _packets("bitwise_or logical_or any sum mean amax amin max min prod count_nonzero abs add cat stack")
+_OR |= _packets("_to_copy clone detach alias view _unsafe_view permute t unsqueeze squeeze select slice expand index")
 _COMPARISONS = {getattr(_aten, name): getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_KNOWN = {*_COMPARISONS} | _NEVER | _FULL | _NOT | _AND | _ALL | _OR
 
 
 def value_of(tensor: Tensor) -> bool | int | float:
@@ -49,20 +51,40 @@ def value_of(tensor: Tensor) -> bool | int | float:
 
 def note_value(func: Any, args: Any, result: Any) -> None:
     """Note of a result whether it is known to be zero or False."""
-    packet = func._overloadpacket
-    if packet in _COMPARISONS:
-        other = args[1] if isinstance(args[1], (bool, int, float)) else 1
-        false = not _COMPARISONS[packet](1, other)
-    elif packet in _NEVER:
-        false = True
-    elif packet in _NOT | _AND | _OR:
-        inputs = args[0] if isinstance(args[0], (list, tuple)) else args
-        known = [hasattr(x, _FALSE) for x in inputs if isinstance(x, Tensor)]
-        false = not any(known) if packet in _NOT else any(known) if packet in _AND else all(known)
-    else:
+    if not isinstance(result, Tensor):
         return
-    if false and isinstance(result, Tensor):
-        setattr(result, _FALSE, True)
+    packet, mutable = func._overloadpacket, func._schema.is_mutable
+    if packet not in _KNOWN and not mutable:
+        return
+    inputs = [x for x in (args[0] if args and isinstance(args[0], (list, tuple)) else args) if isinstance(x, Tensor)]
+    _mark(result, _FALSE, not mutable and _is_false(packet, args, inputs))
+    masks = packet in (_aten.eq, _aten.ne) and isinstance(args[1], int) and inputs[0].numel() > 1
+    _mark(result, _MIXED, masks or (packet in _NOT | _AND and any(hasattr(x, _MIXED) for x in inputs)))
+
+
+def _is_false(packet: Any, args: Any, inputs: list[Tensor]) -> bool:
+    false = [hasattr(x, _FALSE) for x in inputs]
+    mixed = any(hasattr(x, _MIXED) for x in inputs)
+    if packet in _COMPARISONS:
+        left, *right = [0 if zero else 1 for zero in false]
+        other = right[0] if right else args[1]
+        # Which of many integers are a certain one nobody knows: some are, and not all (a mask of labels).
+        masks = packet in (_aten.eq, _aten.ne) and isinstance(other, int) and not right and inputs[0].numel() > 1
+        return not masks and not _COMPARISONS[packet](left, other)
+    if packet in _FULL:
+        return next((not x for x in args[::-1] if isinstance(x, (bool, int, float))), False)
+    if packet in _NOT:
+        return not mixed and not any(false)
+    if packet in _AND:
+        return any(false)
+    return packet in _NEVER or (bool(false) and all(false)) or (packet in _ALL and mixed)
+
+
+def _mark(tensor: Tensor, mark: str, on: bool) -> None:
+    if on:
+        setattr(tensor, mark, True)
+    elif hasattr(tensor, mark):
+        delattr(tensor, mark)
 
 
 class Answers(TorchFunctionMode):

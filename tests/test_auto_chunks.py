@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Iterator
@@ -384,6 +385,49 @@ def test_a_step_that_fails_without_values_ends_all_ranks():
     assert "failed on another rank" in first[1]
     assert "failed with KeyError: 'no values here'" in second[1]
     assert "write that number, or chunk_mbs: 1" in second[1]
+
+
+@functools.lru_cache
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
+
+
+class Caches(Trained):
+    """Keeps a tensor that a step makes where a copy of the module finds it too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * causal(batch.shape[1])[0, 0]
+
+
+def test_tensors_without_values_that_a_step_has_cached_end_all_ranks():
+    for error, message in raises_on_ranks(2, fitted, partial(Caches, Stack()), {}):
+        assert error == "RuntimeError"
+        assert "in a cache of a function (lru_cache)" in message
+        assert "write that number" in message
+
+
+class Later(Trained):
+    """Uses in its step what its hooks set once it has been sharded."""
+
+    def on_train_start(self) -> None:
+        self.scale = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * self.scale
+        self.losses.append(loss.detach())
+        return loss
+
+
+def set_later() -> tuple[set[int], int]:
+    module, _ = trained(partial(Later, Stack()), auto(), TOTAL)
+    return chunk_sizes(module), len(module.losses)
+
+
+def test_attributes_that_hooks_set_are_there():
+    assert run_on_ranks(2, set_later) == [({SAMPLES}, 2 * WINDOW)] * 2
 
 
 def number_in_plain_training() -> set[int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_chunkmbs.twins import twin_of
+from lightning_chunkmbs.twins import bring_up_to_date, twin_of
 
 
 class Module(nn.Module):
@@ -67,6 +68,40 @@ def test_what_cannot_be_copied_is_shared():
     assert twin.generator is module.generator
     assert twin.rows is not module.rows
     assert twin.head.weight is twin.embedding.weight
+
+
+def test_of_a_container_only_what_cannot_be_copied_is_shared():
+    module = Module()
+    module.box = {"lock": threading.Lock(), "n": [1]}
+    twin = twin_of(module, [])
+    twin.box["n"].append(2)
+    assert twin.box["lock"] is module.box["lock"]
+    assert module.box["n"] == [1]
+
+
+def test_modules_that_are_no_children_and_arrays_take_no_memory():
+    module = Module()
+    module.teachers = [nn.Linear(3, 3)]
+    module.data = np.ones(3)
+    twin = twin_of(module, [])
+    assert twin.teachers[0].weight.tolist() == torch.zeros(3, 3).tolist()
+    assert type(twin.teachers[0].weight) is nn.Parameter
+    assert twin.data is module.data
+
+
+def test_a_twin_follows_what_is_set_later():
+    module = Module()
+    module.phase = None
+    twin = twin_of(module, [])
+    module.phase, module.rows_seen, module.of_mine = "heavy", [1], [module.head]
+    module.frozen.eval()
+    module.head.weight.requires_grad_(False)
+    bring_up_to_date(twin, module)
+    twin.rows_seen.append(2)
+    assert (twin.phase, module.rows_seen, twin.of_mine) == ("heavy", [1], [twin.head])
+    assert [m.training for m in twin.modules()] == [m.training for m in module.modules()]
+    assert not twin.embedding.weight.requires_grad
+    assert twin.head.weight.device.type == "meta"
 
 
 class _Secret:

@@ -86,8 +86,16 @@ QUESTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "not finite": lambda x, y, mask: bool((~torch.isfinite(x)).any()),
     "no label": lambda x, y, mask: bool((y != -100).sum() == 0),
     "number of labels": lambda x, y, mask: int((y != -100).sum() > 0),
-    "padding": lambda x, y, mask: int((y == 0).sum()),
-    "padding or not": lambda x, y, mask: bool(((y == 0) & mask).any() or torch.cat([y < 0, y > 5]).any()),
+    "out of range": lambda x, y, mask: bool(torch.cat([y < 0, y > 5]).any() or not (y >= 0).all()),
+    "nans counted": lambda x, y, mask: bool(x.isnan().sum() > 0 or x.isnan().sum() != 0 or x.isnan().detach().any()),
+    "nans as numbers": lambda x, y, mask: bool(x.isnan().float().mean() > 0 or torch.count_nonzero(x.isnan()) > 0),
+    "zeros": lambda x, y, mask: bool(torch.zeros(3).any() or torch.zeros(()) > 0 or torch.full((), 0) == 1),
+    "zeros, then written to": lambda x, y, mask: bool(torch.zeros(()).add_(x.detach().sum()) > 0),
+    "numbers of the program": lambda x, y, mask: (
+        bool(torch.tensor(False)),
+        bool(torch.tensor(0) > 0),
+        bool(torch.tensor(3) == 3),
+    ),
     "expert": lambda x, y, mask: bool(y[0, 0] == 8),
     "same": lambda x, y, mask: bool((x[0, 0] <= x[0, 1]) & (x[0, 0] >= x[0, 1])),
     "printed": lambda x, y, mask: f"{x.sum() / 20:.3f} {y.sum() // 20} {(y[0, 0] == 8)}",
@@ -101,3 +109,16 @@ def test_answers_are_those_of_ones(name):
     with FakeTensorMode(), StorageCounter(), Answers():
         found = QUESTIONS[name](*values())
     assert found == QUESTIONS[name](*ones)
+
+
+def test_some_of_many_integers_are_a_certain_one():
+    _, y, _ = values()
+    with FakeTensorMode() as mode, StorageCounter():
+        y = mode.from_tensor(y)
+        padding = y == 0
+        assert padding.any()
+        assert not padding.all()
+        assert (~padding).any()
+        assert not (~padding).all()
+        assert padding.sum() > 0
+        assert not (y == -100).all()
