@@ -217,3 +217,27 @@ def test_without_an_example_the_command_says_what_to_write():
 @pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5GB", 1_500_000_000), ("512", 512)])
 def test_sizes_are_read_with_their_units(text, nbytes):
     assert size_in_bytes(text) == nbytes
+
+
+# -- passes without gradients -----------------------------------------------------------------------------------------
+
+
+class Taught(Trained):
+    """Runs its blocks without gradients first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            target = self.net(**batch).loss
+        return super().training_step(batch, batch_idx) + 0 * target
+
+
+def test_a_pass_without_gradients_is_not_planned_as_trained():
+    plans = strategy_of("llama", 1)._declared.plans_for(nn.Module())
+    peaks = []
+    for make in (Trained, Taught):
+        with torch.device("meta"):
+            module = make(model_zoo.build("llama", **SIZES["llama"]))
+        planner = Planner(module, plans, batch_of("llama", 4, 0), ranks=RANKS, micro_batches=2, foreach=False)
+        peaks.append(planner.bytes(1).peak)
+        assert len(planner.fake.calls) == (3 if make is Trained else 6)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
