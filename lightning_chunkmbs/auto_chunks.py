@@ -10,7 +10,6 @@ training step, and in a run that only evaluates, blocks take one sample at a tim
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from .agree import make_agree
 from .apply import AppliedModel
 from .coverage import Plans
-from .meshes import Meshes, ranks_of
+from .meshes import Meshes, local_part, ranks_of
 from .plan_report import size
 from .planner import Hardware, Planner
 from .precision import ChunkMBSPrecision
@@ -186,18 +184,12 @@ def _usable(device: torch.device, expected: int) -> int:
     # A process may have been given a part of its device.
     part = getattr(on, "get_per_process_memory_fraction", lambda _: 1.0)(device) * total
     others = max(0, on.memory_allocated(device) - expected)  # a second model, averaged weights: they stay
-    headroom = Hardware.__dataclass_fields__["headroom"].default
-    return int(min(free + on.memory_reserved(device), part) - headroom * part - others)
+    return int(min(free + on.memory_reserved(device), part) - Hardware.headroom * part - others)
 
 
 def _expected(trainer: Any, batch: Any, device: torch.device) -> int:
     """Return the bytes on a device of what a plan counts: parameters, the optimizers' state and a micro-batch."""
     state = [value for o in trainer.optimizers for values in o.state.values() for value in values.values()]
     there = [*trainer.lightning_module.parameters(), *state, *leaves(batch)]
-    return sum(t.nbytes for t in _local(there) if t.device == device)
-
-
-def _local(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value.to_local() if isinstance(value, DTensor) else value
+    local = [local_part(value) for value in there if isinstance(value, Tensor)]
+    return sum(part.nbytes for part in local if part.device == device)

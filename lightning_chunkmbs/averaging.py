@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from .meshes import local_part
 from .saved_tensors import SAVED_TENSORS, add_tensors, portable, read_tensors
 from .strategy import ChunkMBSStrategy
 
@@ -127,8 +127,8 @@ class ShardedWeightAveraging(Callback):
         weight = 1 / (self._updates + 1) if self.decay is None else 1 - self.decay
         known = {name for name, average in self._averages.items() if values[name].shape == average.shape}
         for name in known:
-            average = _local(self._averages[name])
-            average.lerp_(_local(values[name]).to(average.dtype), weight)
+            average = local_part(self._averages[name])
+            average.lerp_(local_part(values[name]).to(average.dtype), weight)
         self._begin({name: value for name, value in values.items() if name not in known})
         self._updates += 1
 
@@ -159,14 +159,14 @@ class ShardedWeightAveraging(Callback):
         values = {name: value for name, value in self._values(module).items() if name in self._averages}
         self._trained = {name: value.clone() for name, value in values.items()}
         for name, value in values.items():
-            _local(value).copy_(_local(self._averages[name]))
+            local_part(value).copy_(local_part(self._averages[name]))
 
     @torch.no_grad()
     def _hide(self, module: pl.LightningModule) -> None:
         trained, self._trained = self._trained, None
         values = self._values(module) if trained else {}
         for name, value in (trained or {}).items():
-            _local(values[name]).copy_(_local(value))
+            local_part(values[name]).copy_(local_part(value))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -210,11 +210,6 @@ class ShardedWeightAveraging(Callback):
         wider = {name: self._averages[name] for name in names["averages"]}
         trained = {name: values[name] for name in names["trained"]}
         read_tensors(checkpoint, trainer.ckpt_path, {"trained": trained, "averages": wider})
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _under_all_names(module: pl.LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .arguments import CutCall, cut_call
 from .caches import drop_cache, holds_cache
 from .chunk_runs import BlockCall, BlockSettings, run_fitting
 from .joining import OutputJoin
+from .meshes import local_part
 from .recorders import Recorded, put_back
 from .ties import knots_for, tie
 from .trees import leaves
@@ -142,12 +142,9 @@ def run_idle_block(block: nn.Module) -> Tensor:
     """
     parameter = next(block.parameters())
 
-    def local(p: Tensor) -> Tensor:
-        return p.to_local() if isinstance(p, DTensor) else p  # of tensor parallelism
-
     def body(tensors: list[Tensor]) -> list[Tensor]:
-        # An empty part of each parameter: no value is read, and the gradient is zeros.
-        return [sum((local(p).flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
+        # An empty part of each parameter (which tensor parallelism has split): no value is read, the gradient is zeros.
+        return [sum((local_part(p).flatten()[:0].sum().float() for p in block.parameters()), tensors[0])]
 
     dummy = torch.zeros((), device=parameter.device, requires_grad=torch.is_grad_enabled())
     output: Tensor = block_settings(block).gather(block, body, [dummy], idle=True)[0]

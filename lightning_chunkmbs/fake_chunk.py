@@ -15,7 +15,7 @@ from .block import own_forward
 from .dtypes import Dtypes
 from .fake_save_ops import FakeSaveOps
 from .storages import StorageCounter
-from .trees import tree_leaves
+from .trees import leaves
 
 __all__: list[str] = []
 
@@ -61,7 +61,7 @@ def measure_chunk(
         contexts = partial(save.contexts, kept)
         output = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         in_forward, flops = counter.peak - start, counter.flops - flops
-        roots = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        roots = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         del output
         with counter.paused():
             gradients = [torch.empty_like(root) for root in roots]

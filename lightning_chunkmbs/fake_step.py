@@ -28,33 +28,11 @@ from .fake_save_ops import FakeSaveOps
 from .fake_tensors import make_fake
 from .recorders import Recorded, put_back, taking_off
 from .report import Notices
+from .step_bytes import Outside
 from .storages import StorageCounter
-from .trees import map_tree, tree_leaves
+from .trees import leaves, map_tree
 
 __all__: list[str] = []
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutsideCost:
-    """Bytes of one micro-batch's step outside blocks.
-
-    Attributes:
-        held: alive while blocks are back-propagated: masks, rotary tables, what the embedding saves.
-        forward: most that is alive beside what is held when the last block is called, until the loss is there.
-        backward: most that is alive beside that until the loss is back-propagated to what the last block returned.
-        again: the same for a second micro-batch, when these gradients are there.
-        gradients: gradients of parameters outside blocks that this has made.
-        front: most that is alive beside all gradients of parameters while what comes before blocks is back-propagated.
-        flops: of the forward pass.
-    """
-
-    held: int
-    forward: int
-    backward: int
-    again: int
-    gradients: int
-    front: int
-    flops: int
 
 
 @dataclass(eq=False)
@@ -92,8 +70,8 @@ class FakeStep:
     context: Callable[[], AbstractContextManager[Any]]
     dtypes: Dtypes = field(default_factory=Dtypes)
     save: FakeSaveOps = field(default_factory=lambda: FakeSaveOps(()))
-    outside: OutsideCost = field(
-        default_factory=lambda: OutsideCost(held=0, forward=0, backward=0, again=0, gradients=0, front=0, flops=0)
+    outside: Outside = field(
+        default_factory=lambda: Outside(held=0, forward=0, backward=0, again=0, gradients=0, front=0, flops=0)
     )
     calls: list[_Call] = field(default_factory=list)
     batch_size: int = 1
@@ -168,7 +146,7 @@ class _Run:
         self._entries: list[tuple[GradientEdge, torch.Size, torch.dtype]] = []
         self._results: dict[Any, tuple[Any, Recorded]] = {}
 
-    def outside(self, step: Callable[[Any], Any], batch: Any) -> OutsideCost:
+    def outside(self, step: Callable[[Any], Any], batch: Any) -> Outside:
         """Run the step twice: in the second run gradients exist, as for all micro-batches but the first."""
         counter = self._counter
         loss, forward = self._forward(step, batch)
@@ -184,7 +162,7 @@ class _Run:
         self._entries.clear()
         self._given.clear()
         self._fake.calls = calls
-        return OutsideCost(
+        return Outside(
             held=held,
             forward=forward,
             backward=max(0, backward - gradients),
@@ -247,13 +225,13 @@ class _Run:
             real, recorded = self._result_of(block, forward, args, kwargs)
             put_back({key: [_blank(value) for value in values] for key, values in recorded.items()})
         held = self._counter.live - entry
-        given = [leaf for _, leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         tensors = [x for x in given if x.requires_grad]
         # Not the tensors, which would live longer than they do in a step.
         self._entries += [(get_gradient_edge(x), x.shape, x.dtype) for x in tensors if x.grad_fn is not None]
         trained = torch.is_grad_enabled() and (bool(tensors) or any(p.requires_grad for p in block.parameters()))
         output = map_tree(lambda x, _: _stand_in_for(x, trained), real)
-        out = sum(leaf.nbytes for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        out = sum(leaf.nbytes for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         with self._counter.paused():
             kept = map_tree(_blank_leaf, (args, kwargs))
         # Of what one block gives to the next, a gradient comes as the other goes; of what several are given, it stays.
@@ -291,8 +269,8 @@ def _refuse_packed(name: str, rule: CutRule | None, kwargs: dict[str, Any]) -> N
 
 def _main(arguments: Any, fixed: bool) -> Tensor | None:
     """The hidden states that a block is recomputed from; ``fixed``: they need no gradient."""
-    leaves = [leaf for _, leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return next((x for x in leaves if not isinstance(x, nn.Parameter) and (fixed or x.requires_grad)), None)
+    floating = [leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return next((x for x in floating if not isinstance(x, nn.Parameter) and (fixed or x.requires_grad)), None)
 
 
 def _restore(block: nn.Module, patched: Any) -> None:
@@ -322,13 +300,13 @@ def _loss_of(output: Any) -> Tensor:
     """The loss that a step returned; of anything else the sum of its floating tensors that need a gradient."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         output = output["loss"]
-    leaves = [leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not leaves:
+    found = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
         raise RuntimeError(
             "The step returned nothing with a gradient, so there is no backward pass to plan for. Return the loss from "
             "training_step, or plan with a module that has trainable parameters."
         )
-    return leaves[0] if leaves[0].ndim == 0 else torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+    return found[0] if found[0].ndim == 0 else torch.stack([leaf.float().sum() for leaf in found]).sum()
 
 
 def _gradient_bytes(module: nn.Module) -> int:
@@ -340,8 +318,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
-    leaves = [leaf for _, leaf in tree_leaves(tree)]
-    return tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves(tree))
 
 
 def _cut(block: nn.Module, name: str, rule: CutRule | None, args: Any, kwargs: Any) -> CutCall:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .counted import Counted, CountedGather
 from .dtypes import accumulate_in_fp32
+from .meshes import local_part
 from .report import StepCounter
 
 _PARTS = (
@@ -291,10 +292,9 @@ def write_back(module: nn.Module, before: list[int]) -> None:
 
 def _part_of(whole: Tensor, mesh: DeviceMesh | None, placement: Shard) -> Tensor:
     """Return this rank's part of a gathered parameter, which may be sharded by tensor parallelism beside."""
-    local = whole.to_local() if isinstance(whole, DTensor) else whole
     assert mesh is not None
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
-    return distribute_tensor(local, mesh, placements, src_data_rank=None).to_local()
+    return distribute_tensor(local_part(whole), mesh, placements, src_data_rank=None).to_local()
 
 
 def in_backward() -> bool:

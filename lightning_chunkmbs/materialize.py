@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .fsdp2 import host_shards
+from .meshes import local_part
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
@@ -87,7 +88,7 @@ def convert(root: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     blank = torch.empty_like(tensor, device=device)
-    local = blank.to_local() if isinstance(blank, DTensor) else blank
+    local = local_part(blank)
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
     elif local.dtype is not torch.bool:
@@ -112,7 +113,7 @@ def _initialize(root: nn.Module, owners: set[str]) -> None:
 def _is_untouched(tensor: Tensor, blank: Tensor, version: int) -> bool:
     if tensor is not blank:
         return tensor.is_meta
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if local.dtype is torch.bool or local.numel() == 0:
         return local.numel() > 0 and tensor._version == version
     if local.is_floating_point() or local.is_complex():

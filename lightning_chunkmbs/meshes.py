@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
@@ -80,6 +81,11 @@ class Meshes:
         meshes = [self.tensor, *([self.shard[REPLICATE]] if self.shard.ndim == 2 else [])]
         held = [m for m in meshes if isinstance(split.get((m.mesh_dim_names or ("",))[0], Replicate()), Replicate)]
         return [m.get_group() for m in held if m.size() > 1]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; one that is not distributed is its own part; in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:

@@ -23,7 +23,7 @@ from .planner import Hardware, Planner
 from .precision import dtypes_for
 from .rehearsal import configured_optimizers, rehearsed
 from .strategy import ChunkMBSStrategy
-from .trees import map_tree, tree_leaves
+from .trees import leaves, map_tree
 
 __all__ = ["main"]
 
@@ -192,7 +192,7 @@ def _call(module: nn.Module, example: Any) -> Any:
 
 def _resized(batch: Any, options: argparse.Namespace) -> Any:
     """Give the batch other sizes: along dimensions that have the size of the first tensor's first and second one."""
-    tensors = [leaf for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("A micro-batch holds a tensor, and this one holds none.")
     sizes = dict(_changes(tensors[0], options))

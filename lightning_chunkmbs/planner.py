@@ -20,10 +20,10 @@ from .dtypes import Dtypes
 from .fake_optimizer import OptimizerBytes, measure_optimizer
 from .fake_step import FakeStep, run_fake_step
 from .plans import FSDPPlan
-from .step_bytes import BlockBytes, Outside, StepBytes, group_bytes
+from .step_bytes import BlockBytes, StepBytes, group_bytes
 from .step_memory import StepMemory, most
 from .step_time import BlockWork, StepTime, predict
-from .trees import tree_leaves
+from .trees import leaves
 
 __all__ = ["Hardware", "Planned", "Planner"]
 
@@ -155,7 +155,7 @@ class Planner:
         self.optimizer: OptimizerBytes = measure_optimizer(
             self.fake.mode, module, optimizers, ranks=ranks, shards=shards, foreach=foreach
         )
-        self._batch = sum(leaf.nbytes for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        self._batch = sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
     @property
     def assumptions(self) -> list[str]:
@@ -177,22 +177,15 @@ class Planner:
         return most([self._pass(chunk_mbs, n, later > 0).bytes() for later, n in enumerate(self._in_passes)])
 
     def _pass(self, chunk_mbs: int, micro_batches: int, accumulates: bool) -> StepMemory:
-        outside, offload = self.fake.outside, self._plans.activation_offload_plan
+        offload = self._plans.activation_offload_plan
         fsdp = self._plans.fsdp_plan or FSDPPlan()
         limit = offload.host_memory_gb if offload else None
         called = {call.name for call in self.fake.calls}
         return StepMemory(
             blocks=list(self._blocks(chunk_mbs)),
             kept=self._kept,
-            outside=Outside(
-                batch=self._batch,
-                held=outside.held,
-                forward=outside.forward,
-                backward=outside.backward,
-                again=outside.again,
-                gradients=outside.gradients,
-                front=outside.front,
-            ),
+            outside=self.fake.outside,
+            batch=self._batch,
             micro_batches=micro_batches,
             optimizer=self.optimizer.state,
             optimizer_step=self.optimizer.step,

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from .dtypes import Dtypes
+from .meshes import local_part
 from .plans import FSDPPlan
 from .trees import map_tree
 
@@ -93,8 +94,7 @@ class ChunkMBSPrecision(Precision):
         with torch.no_grad():
             for parameter in self.main_params(optimizer):
                 if parameter.grad is not None:
-                    local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                    local.clamp_(-clip_val, clip_val)
+                    local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
 
 def dtypes_for(plugin: Precision, plan: FSDPPlan) -> Dtypes:

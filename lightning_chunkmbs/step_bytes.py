@@ -108,15 +108,25 @@ class BlockBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """Bytes that one micro-batch needs outside blocks; see :class:`~lightning_chunkmbs.fake_step.OutsideCost`."""
+    """Bytes of one micro-batch's step outside blocks.
 
-    batch: int
+    Attributes:
+        held: alive while blocks are back-propagated: masks, rotary tables, what the embedding saves.
+        forward: most that is alive beside what is held when the last block is called, until the loss is there.
+        backward: most that is alive beside that until the loss is back-propagated to what the last block returned.
+        again: the same for a second micro-batch, when these gradients are there.
+        gradients: gradients of parameters outside blocks that this has made.
+        front: most that is alive beside all gradients of parameters while what comes before blocks is back-propagated.
+        flops: of the forward pass.
+    """
+
     held: int
     forward: int
     backward: int
     again: int
     gradients: int
     front: int
+    flops: int
 
 
 @dataclass(frozen=True, kw_only=True)

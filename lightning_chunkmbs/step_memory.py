@@ -35,6 +35,7 @@ class StepMemory:
         blocks: the calls of blocks, in order.
         kept: the groups that stay gathered during a step, the root's among them.
         outside: one micro-batch outside blocks.
+        batch: bytes of a micro-batch itself.
         micro_batches: how many run side by side.
         optimizer: bytes of the optimizer's state.
         optimizer_step: bytes that it needs beside while it steps.
@@ -52,6 +53,7 @@ class StepMemory:
     blocks: Sequence[BlockBytes]
     kept: GroupBytes
     outside: Outside
+    batch: int
     micro_batches: int
     optimizer: int
     optimizer_step: int
@@ -112,7 +114,7 @@ class StepMemory:
 
     @property
     def _always(self) -> int:
-        batches = self.micro_batches * self.outside.batch
+        batches = self.micro_batches * self.batch
         return self._sharded(self._shards + self.optimizer) + batches
 
     def _reduced_after(self, i: int) -> int:

@@ -57,20 +57,19 @@ def note_value(func: Any, args: Any, result: Any) -> None:
     if packet not in _KNOWN and not mutable:
         return
     inputs = [x for x in (args[0] if args and isinstance(args[0], (list, tuple)) else args) if isinstance(x, Tensor)]
-    _mark(result, _FALSE, not mutable and _is_false(packet, args, inputs))
-    masks = packet in (_aten.eq, _aten.ne) and isinstance(args[1], int) and inputs[0].numel() > 1
-    _mark(result, _MIXED, masks or (packet in _NOT | _AND and any(hasattr(x, _MIXED) for x in inputs)))
-
-
-def _is_false(packet: Any, args: Any, inputs: list[Tensor]) -> bool:
-    false = [hasattr(x, _FALSE) for x in inputs]
     mixed = any(hasattr(x, _MIXED) for x in inputs)
+    # Which of many integers are a certain one nobody knows: some are, and not all (a mask of labels).
+    masks = packet in (_aten.eq, _aten.ne) and isinstance(args[1], int) and inputs[0].numel() > 1
+    _mark(result, _FALSE, not mutable and not masks and _is_false(packet, args, inputs, mixed))
+    _mark(result, _MIXED, masks or (mixed and packet in _NOT | _AND))
+
+
+def _is_false(packet: Any, args: Any, inputs: list[Tensor], mixed: bool) -> bool:
+    false = [hasattr(x, _FALSE) for x in inputs]
     if packet in _COMPARISONS:
         left, *right = [0 if zero else 1 for zero in false]
         other = right[0] if right else args[1]
-        # Which of many integers are a certain one nobody knows: some are, and not all (a mask of labels).
-        masks = packet in (_aten.eq, _aten.ne) and isinstance(other, int) and not right and inputs[0].numel() > 1
-        return not masks and not _COMPARISONS[packet](left, other)
+        return not _COMPARISONS[packet](left, other)
     if packet in _FULL:
         return next((not x for x in args[::-1] if isinstance(x, (bool, int, float))), False)
     if packet in _NOT:
